@@ -1,4 +1,6 @@
-"""The families that gptkit supports. Every one is a file in `families/`, and no other code compares a family's name."""
+"""The model families that gptkit supports. Every family has a file in `families/`. No other code compares a family's
+name.
+"""
 
 import difflib
 import functools
@@ -18,7 +20,9 @@ __all__ = ["ARCHITECTURES", "Architecture", "BoundLeaf", "Leaf", "architecture_o
 
 
 class _Families(MutableMapping[str, Architecture]):
-    """The families by name or by model type, in the order of their release. Those of plugins come last.
+    """A mapping from names or model types to families, in the order of the families' release.
+
+    Plugins' families come last.
 
     Looking up a family imports only the file of that name, if it has one. Everything else imports all files.
     """
@@ -59,7 +63,7 @@ def _files() -> frozenset[str]:
 
 @functools.cache
 def _in_file(name: str) -> tuple[Architecture, ...]:
-    """Return the families in the file of this name, and those that it imports."""
+    """Return the families that the file `families/NAME.py` defines or imports."""
     file = importlib.import_module(f"{families.__name__}.{name}")
     return tuple(value for value in vars(file).values() if isinstance(value, Architecture))
 
@@ -104,9 +108,9 @@ def named(name: str) -> Architecture:
 
 
 def expressed(spec: ModelSpec) -> tuple[str | None, ModelSpec]:
-    """Return the name of the first family that can express a tree, and the tree with this family's rounding fields.
+    """Return the name of the first family that can express a model, and the model with this family's rounding.
 
-    If no family can, the name is None and the tree is unchanged.
+    If no family can express it, the name is None and the ModelSpec is unchanged.
     """
     expression, refused = first_of(ARCHITECTURES.values(), spec, clear=("rounding",), nearest=False)
     if expression is None or expression.tree is None:
@@ -135,7 +139,14 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 
 def _hint(config: Mapping[str, Any], known: str) -> str:
-    """Return the hint for an unknown family. If the language model of a composite model is known, it says so."""
+    """Return what a user can do about an unknown family.
+
+    If gptkit knows the language model of a composite model, the user can extract it, and otherwise draft a definition.
+
+    Args:
+        config: the config.json of the unknown family.
+        known: the sentence that says how to list the known families.
+    """
     text = config.get("text_config")
     kind = text.get("model_type") if isinstance(text, dict) else None
     if isinstance(kind, str) and (
@@ -155,7 +166,7 @@ def _in_transformers(kind: str) -> bool:
 
 @functools.cache
 def transformers_lists(*names: str) -> str:
-    """Return the source text of these files in transformers' models/auto, joined.
+    """Return the source code of these files in transformers' models/auto, joined into one text.
 
     Files that do not exist are left out.
     """

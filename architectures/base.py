@@ -1,10 +1,10 @@
-"""The record with which a file in `families/` declares a family, and the code that makes a weight map of it.
+"""The record with which a file in `families/` declares a family, and the code that assigns tensors to parameters.
 
 An `Architecture` converts a family's config.json to a ModelSpec and back. *Shared tensors* are the parameters of a
-ModelSpec, with the same names and shapes for all families. `leaves` lists every tensor that the family's checkpoints
-may contain, the shared tensors that it contains, and the layout that converts between them. A leaf is used if its
-shared tensors exist in the tree, so optional biases and norms need no code. `bind` checks for a tree that every shared
-tensor comes from exactly one leaf, and that the shapes agree.
+ModelSpec, with the same names and shapes for all families. A *leaf* is an entry of the table `leaves`. It says which
+shared tensors a checkpoint tensor contains, and which layout converts between them. A leaf is used if the model has
+these shared tensors, so optional biases and norms need no code. `bind` checks that every shared tensor of a model comes
+from exactly one leaf, and that the shapes agree.
 """
 
 from __future__ import annotations
@@ -29,28 +29,31 @@ from .obstacles import OWN_FORMAT, Kinds, express, of_kind
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of a checkpoint, and the shared tensors that it contains. It is used if the tree has these tensors."""
+    """An entry of a family's table of checkpoint tensors: a tensor's name, and the parameters (shared tensors) in it.
+
+    The entry is used for models that have these parameters.
+    """
 
     checkpoint: str
-    """The template of the tensor's name: `{layer}` is the index of a block, `{expert}` of an expert, `{head}` of a
-    head. A leaf with `{use}` belongs to a layer that runs a shared block (Zamba2): `{layer}` is then the layer that
-    stores the block's weights, and `{use}` counts the earlier layers that run a shared block."""
+    """The template of the tensor's name in checkpoints. `{layer}`, `{expert}` and `{head}` are indices of a layer, an
+    expert and a head. If several layers run the same shared block (Zamba2), `{layer}` is the layer that stores the
+    block's weights, and `{use}` is the number of earlier layers that run a shared block."""
     shared: tuple[str, ...] | str
-    """The templates of the shared names. If the tensor holds all experts, only these templates have `{expert}`. For a
-    shared block, `{layer}` is the layer that runs it."""
+    """The templates of the names of the parameters in the tensor. If the tensor contains all experts, only these
+    templates have `{expert}`. For a shared block, `{layer}` is the layer that runs it."""
     layout: Layout = IDENTITY
-    """How the shared tensors are arranged in the tensor; `Layout.stack` names the axis of experts."""
+    """How the parameters are arranged in the tensor. If it contains all experts, `Layout.stack` names their axis."""
     when: Callable[[Block], bool] | None = None
-    """Returns whether a block has this leaf, for families whose variants name a module differently. None: every block
-    has it."""
+    """Returns whether a block has this tensor, for families in which variants give a module different names. None:
+    every block has it."""
     buffer: bool = False
     """Whether transformers' module stores the tensor as a buffer, which is not counted as a parameter."""
     requires: str = ""
-    """A shared tensor that the tree must have for this leaf."""
+    """The name of a parameter, or "". The entry is used only for models that have this parameter."""
     unless: str = ""
-    """A shared tensor that the tree must not have for this leaf."""
+    """The name of a parameter, or "". The entry is used only for models that do not have this parameter."""
     value: int = 0
-    """The index of the component's result among the values that transformers' module returns."""
+    """The index of the component's output, if transformers' module returns a tuple."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,25 +61,25 @@ class Leaf:
 
 
 def leaves_of(modules: Mapping[str, str], when: Callable[[Block], bool] | None = None) -> tuple[Leaf, ...]:
-    """Return the leaves of modules whose tensors are stored unchanged: a leaf for the weight and one for the bias.
+    """Return the leaves (entries of the tensor table) of modules whose weights and biases are stored unchanged.
 
     Args:
-        modules: the shared name of each module, by its name in checkpoints.
-        when: as in `Leaf`.
+        modules: names of modules in checkpoints -> gptkit's names.
+        when: returns whether a block has these modules; see `Leaf.when`.
     """
     suffixes = ("weight", "bias")
     return tuple(Leaf(f"{a}.{suffix}", f"{b}.{suffix}", when=when) for a, b in modules.items() for suffix in suffixes)
 
 
 def by_name(leaves: Iterable[Leaf], stacked: Sequence[Stacked] = ()) -> tuple[Leaf, ...]:
-    """Return the leaves sorted by the names that their tensors have in transformers' modules.
+    """Return the leaves, sorted by the names that transformers' modules give to their tensors.
 
     transformers writes models with `stacked` parameters in this order. The names of experts' tensors are sorted without
     the expert's index.
 
     Args:
-        leaves: the leaves.
-        stacked: the parameters that transformers' modules store under other names.
+        leaves: the entries of a family's tensor table.
+        stacked: the parameters that have other names in transformers' modules than in checkpoints.
     """
     parameters = {name: parameter.parameter for parameter in stacked for name in parameter.checkpoint}
     return tuple(
@@ -85,19 +88,22 @@ def by_name(leaves: Iterable[Leaf], stacked: Sequence[Stacked] = ()) -> tuple[Le
 
 
 def only_eager(why: str = "transformers has no sdpa path for this family") -> dict[str, Any]:
-    """Return the fields of an `Architecture` whose reference is only transformers' eager path. `why` is the reason."""
+    """Return `Architecture` fields for a family whose eager attention in transformers is the only correct one.
+
+    `why` is the reason.
+    """
     return {"reference": lambda _: ("eager",), "reference_quirk": why}
 
 
 def qkv(suffix: str) -> tuple[str, str, str]:
-    """Return the shared names of the "weight" or "bias" of a block's q, k and v."""
+    """Return gptkit's names of the "weight" or "bias" of a layer's query, key and value projections, as templates."""
     base = "blocks.{layer}.attention."
     return f"{base}q_proj.{suffix}", f"{base}k_proj.{suffix}", f"{base}v_proj.{suffix}"
 
 
 @dataclass(frozen=True)
 class BoundLeaf:
-    """A leaf for one tree: with the names, shapes and axis sizes of this tree instead of templates."""
+    """A `Leaf` for one model: its templates are filled in with the names, shapes and axis sizes of this model."""
 
     checkpoint: str
     shape: Shape
@@ -107,16 +113,16 @@ class BoundLeaf:
     sizes: Mapping[str, int]
     buffer: bool = False
     module: str = ""
-    """The name of the parameter in transformers' modules that uses the tensor, if that module is in another layer than
-    the one in `checkpoint`. Otherwise empty."""
+    """The tensor's name in transformers' modules, if a module in another layer than the one in `checkpoint` uses it.
+    Otherwise it is empty."""
     value: int = 0
 
     def to_shared(self, tensor: Any) -> list[Any]:
-        """Split the checkpoint's tensor into the shared tensors, in the order of `shared`."""
+        """Split the checkpoint tensor into the parameters that it contains, in the order of `shared`."""
         return self.layout.forward(tensor, self.sizes)
 
     def to_checkpoint(self, tensors: Sequence[Any]) -> Any:
-        """Join the shared tensors, in the order of `shared`, into the checkpoint's tensor."""
+        """Join parameters, in the order of `shared`, into the checkpoint tensor."""
         return self.layout.inverse(tensors, self.sizes)
 
     @property
@@ -125,7 +131,7 @@ class BoundLeaf:
         return self.layout.stack is not None and len(self.shape) == 3
 
     def of_expert(self, expert: int) -> BoundLeaf:
-        """Return a leaf for the matrix of one expert in a `stacked` tensor."""
+        """Return a `BoundLeaf` for the slice of a `stacked` tensor that belongs to one expert."""
         own = slice(expert * len(self.layout.parts), (expert + 1) * len(self.layout.parts))
         return replace(
             self,
@@ -145,13 +151,16 @@ class Stacked:
     """
 
     parameter: str
-    """The template of the parameter's name."""
+    """The template of the parameter's name in transformers' modules."""
     checkpoint: tuple[str, ...]
-    """The templates of the names of the checkpoint tensors. They are concatenated along the first dimension. If the
-    templates contain `{expert}`, the results for all experts are then stacked along a new first dimension."""
+    """The templates of the checkpoint tensors' names. These tensors are concatenated along the first dimension. If the
+    templates contain `{expert}`, the results for all experts are stacked along a new first dimension."""
 
     def bound(self, spec: ModelSpec) -> Iterator[tuple[str, list[list[str]]]]:
-        """Yield the parameter's name in every layer, and the names of its checkpoint tensors, grouped by expert."""
+        """Yield the parameter's name in every layer, with the names of the checkpoint tensors that it is joined from.
+
+        There is one list of tensor names per expert, or one list if the parameter belongs to no experts.
+        """
         for layer, block in enumerate(spec.blocks):
             count = getattr(block.mixer("feed_forward"), "experts", None) if self.of_experts else 1
             if count is not None:
@@ -167,9 +176,11 @@ class Stacked:
         return "{expert}" in self.checkpoint[0]
 
     def leaf(self, name: str, parts: Sequence[Sequence[BoundLeaf]]) -> BoundLeaf:
-        """Return the leaf of the parameter `name`.
+        """Return the `BoundLeaf` of a parameter of transformers' modules.
 
-        `parts` are the leaves of its checkpoint tensors, grouped by expert.
+        Args:
+            name: the parameter's name.
+            parts: the leaves of the checkpoint tensors that the parameter is joined from, in one list per expert.
         """
         if not self.of_experts:
             return replace(parts[0][0], checkpoint=name)
@@ -181,7 +192,12 @@ class Stacked:
         return BoundLeaf(name, (len(parts), count * rows, columns), shared, shapes, layout, sizes)
 
     def gather(self, names: Sequence[Sequence[str]], read: Callable[[str], Any]) -> Any:
-        """Return the parameter, joined from the checkpoint tensors that `read` returns."""
+        """Join the parameter from its checkpoint tensors.
+
+        Args:
+            names: the names of the checkpoint tensors, in one list per expert.
+            read: returns the checkpoint tensor of a name.
+        """
         parts = [concatenate([read(name) for name in group], 0) for group in names]
         return concatenate([part[None] for part in parts], 0) if self.of_experts else parts[0]
 
@@ -194,13 +210,14 @@ CARRIED = {
     "tasks": "belong to heads for other tasks",
     "scales": "scale quantised weights",
 }
-"""Groups of carried tensors, which conversions keep and no layer reads. The text completes "tensors that …"."""
+"""Groups of carried tensors: no layer reads these tensors, and conversions copy them. A text completes "tensors that
+…"."""
 _SCALES = re.compile(r"\.(weight_scale(_inv)?|input_scale|[kv]_scale)$")
-"""The ends of the names of scales. transformers' fp8 quantizers add such tensors. The quantised weights themselves keep
-their names and shapes."""
+"""Matches the ends of the names of scales, which transformers' fp8 quantizers add to a checkpoint. The quantised
+weights keep their names and shapes."""
 OUTSIDE = ("vision", "audio")
-"""The groups of carried tensors that only composite (multimodal) models have. The class of the language model alone has
-no parameters for them."""
+"""The groups of carried tensors that only composite (multimodal) models have. transformers' class for the language
+model alone has no parameters for them."""
 
 _OTHER_HEADS = re.compile(
     r"Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|Regression|Reward|Score|ValueHead|DoubleHeads"
@@ -210,7 +227,7 @@ _NO_HEAD = re.compile(r"\w+(?<!LMHead)(?<!DoubleHeads)Model")
 """The names of transformers classes without a head."""
 
 DRAFT_LAYER = {"mtp": ("model.layers.{next}.",)}
-"""`Architecture.carried` of most families in which an extra layer after the last one drafts tokens."""
+"""The value of `Architecture.carried` for most families in which an extra layer after the last one drafts tokens."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Config fields that describe the vocabulary. They stay the same when the weights are written for another family."""
@@ -222,107 +239,114 @@ def _not_drawn(_chosen: Random) -> Config:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family of checkpoints."""
+    """A model family: how its config.json and its checkpoint tensors are converted to a ModelSpec, and back."""
 
     name: str
-    """gptkit's name of the family, and the `model_type` that gptkit writes."""
+    """gptkit's name of the family. gptkit writes it as the `model_type`."""
     model_types: tuple[str, ...]
     """Every `model_type` that is read as this family."""
     hf_class: str
-    """The transformers class that gptkit writes to `architectures`."""
+    """The transformers class that gptkit writes to the config field `architectures`."""
     hf_config: str
     """transformers' config class."""
     kinds: Kinds
-    """The components that the family's trees may have, besides the embedding, blocks and head that every tree has."""
+    """The kinds of components that models of this family may have. The embedding, the blocks and the head are not
+    listed, since every model has them."""
     read: Callable[[ConfigReader], ModelSpec]
-    """Reads the tree of a config.json."""
+    """Returns the ModelSpec that a config.json describes."""
     write: Callable[[ModelSpec], dict[str, Any]]
-    """Returns the config fields of a tree. It may assume that the tree has only components of `kinds`: `config_for`
-    reads the result back and refuses another tree. `of_kind` raises for a component of the wrong kind."""
+    """Returns the config fields that describe a ModelSpec. It may assume that the model has only components of `kinds`.
+    If the fields cannot express the model, it need not notice: `config_for` reads the fields back and refuses a model
+    that comes back different. For a component of the wrong kind, `of_kind` raises an error."""
     leaves: tuple[Leaf, ...]
-    """Every tensor that the family's checkpoints may have."""
+    """A table of all tensors that the family's checkpoints may have."""
     draw: Callable[[Random], Config] = _not_drawn
-    """Returns a random legal config, without `model_type`; see `drawn`. A plugin need not define it."""
+    """Returns a random legal config for tests, without `model_type`; see `drawn`. A plugin need not define it."""
     released: str = ""
-    """The month or year of the first published weights ("2023-02"). If several families can express a tree, gptkit
-    chooses the oldest."""
+    """The month or year in which the first weights were published ("2023-02"). If several families can express a model,
+    gptkit chooses the oldest family."""
     base_class: str = ""
-    """The transformers class of trees without a head, or "" if there is none. Tensor names in its files lack
+    """The transformers class for models without a head, or "" if there is none. The tensor names in its files lack
     `prefix`."""
     optional: tuple[str, ...] = ()
-    """Parts of a tree that config.json does not mention and files may lack."""
+    """Parts of a ModelSpec, such as "pooler", that config.json does not mention. The tensors in the files decide
+    whether a model has them."""
     own_head: Callable[[ModelSpec], bool] = lambda spec: False
-    """Returns whether files of a tree may contain a separate head although config.json says that the head is tied."""
+    """Returns whether files may contain a separate head for this ModelSpec, although config.json says that the head is
+    tied."""
     config_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Other spellings of config fields."""
+    """Config fields -> their other spellings."""
     foreign_fields: tuple[str, ...] = ()
     """Spellings in `config_aliases` that transformers ignores. gptkit does not pass them on to transformers."""
     head: str = "lm_head.weight"
-    """The checkpoint name of the output matrix. Tied models may store it a second time."""
+    """The name of the output matrix in checkpoints. A checkpoint of a model with tied weights may store it too."""
     prefix: str = ""
-    """The beginning of tensor names that older files lack."""
+    """The prefix of tensor names ("transformer."). Older files lack it."""
     part: str = ""
-    """The field of composite configs that contains the language model's config ("text_config"). `irrelevant` and
-    `refused` also list the fields next to it."""
+    """The field of composite configs that contains the language model's config ("text_config"), or "". `irrelevant` and
+    `refused` also apply to fields outside of it."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Pairs of name prefixes: the one in files of composite models, and the one in `leaves`."""
+    """Pairs of prefixes of tensor names: the prefix in files of composite models, and the one in `leaves`."""
     modules: tuple[str, str] = ("", "")
-    """Two prefixes: the one of names in files, and the one that replaces it in transformers' modules, if they
-    differ."""
+    """The prefix of tensor names in files, and the one that transformers' modules have instead, if they differ."""
     aliases: tuple[tuple[str, str], ...] = ()
-    """Pairs of name templates: the one in older files, and the one in `leaves`."""
+    """Pairs of templates of tensor names: the name in older files, and the name in `leaves`."""
     dropped: tuple[str, ...] = ()
-    """Name templates of buffers that files may contain. They are not weights, so gptkit ignores them."""
+    """Templates of the names of buffers that files may contain. gptkit ignores these buffers, since they are not
+    weights."""
     unwritten: Callable[[ModelSpec], int] = lambda spec: 0
-    """Returns the number of elements of a tree's parameters in transformers' modules that no file contains."""
+    """Returns the number of elements of those parameters that transformers' modules have for a ModelSpec and no file
+    contains."""
     repeated: Mapping[str, str] = field(default_factory=dict)
-    """Parameters of transformers' modules that are always equal to another parameter -> the checkpoint name of that
-    one. If files contain both, the values must be equal, since transformers would otherwise untie them."""
+    """Parameters of transformers' modules that are always equal to another parameter -> the checkpoint name of the
+    other one. If files contain both, the values must be equal, since transformers would otherwise untie them."""
     computed: Mapping[str, Callable[[ModelSpec], Any]] = field(default_factory=dict)
-    """Tensors that transformers computes from the config unless files contain them. The functions return their values
-    for a tree, as numpy arrays."""
+    """Tensors that transformers computes from the config unless files contain them -> functions that return their
+    values for a ModelSpec, as numpy arrays."""
     lent: str = ""
     """The prefix of the names of a shared block's parameters. In transformers, every layer that runs a shared block has
     its own module for it. Checkpoints contain only the parameters of the first such layer."""
     carried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The prefixes of carried tensors, by group (`CARRIED`). `{layer}` is the number of a layer, and `{next}` is the
-    number after that of the last layer."""
+    """Groups of carried tensors (`CARRIED`) -> the prefixes of their names. In a prefix, `{layer}` is the number of a
+    layer, and `{next}` is the number of the layer after the last one."""
     texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Model types of language models inside composite models. They compute the same as this family if all tokens are
-    text. The values are the defaults of their config class that differ from this family's defaults."""
+    """Model types of language models inside composite models that compute the same as this family for text tokens ->
+    the defaults of their config class that differ from this family's defaults."""
     stacked: tuple[Stacked, ...] = ()
-    """Parameters that transformers' modules store in another form than checkpoints."""
+    """Parameters that transformers' modules store in another form than checkpoints, such as the stacked weights of
+    experts."""
     token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)
-    """The config class's defaults for `TOKEN_IDS`. A missing one is None."""
+    """The values that the config class has by default for the fields in `TOKEN_IDS`. A field that is not listed is
+    None."""
     stated: Mapping[str, Any] = field(default_factory=dict)
     """The config fields that every config.json must have, with usual values."""
     irrelevant: Mapping[str, str | None] = field(default_factory=dict)
-    """Config fields that change nothing, with the reason, in addition to `COMMON_IRRELEVANT`. None as the reason: this
-    family reads the field, although it is in `COMMON_IRRELEVANT`."""
+    """Config fields that do not change what the model computes -> the reason. They are added to `COMMON_IRRELEVANT`.
+    None as the reason: this family reads the field, although it is in `COMMON_IRRELEVANT`."""
     refused: Mapping[str, tuple[tuple[Any, ...], str] | None] = field(default_factory=dict)
-    """Config fields, with their harmless values and the reason for refusing all other values. "inner.name" is the field
+    """Config fields -> their harmless values, and the reason for refusing all other values. "inner.name" is the field
     `name` of the object `inner`. None: this family accepts the field, although it is in `COMMON_REFUSED`."""
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
-    """Returns the attention paths of transformers that compute a tree correctly. By default, these are all paths."""
+    """Returns the attention implementations of transformers that compute a ModelSpec correctly. By default, these are
+    "sdpa" and "eager"."""
     reference_quirk: str = ""
-    """Why `reference` leaves out a path."""
+    """The reason for leaving out an attention implementation in `reference`."""
     wrong_batches: tuple[Literal["padding", "steps"], ...] = ()
     """The kinds of batch for which transformers' class computes wrong logits. gptkit does not compare these batches.
     "padding": texts with padding before them, which the class reads as tokens. "steps": one new token per text."""
     bounded: bool = False
-    """Whether transformers' class refuses texts that are longer than the context length, although the tree could
-    compute them."""
+    """Whether transformers' class refuses texts that are longer than the context length, although the model could
+    process them."""
     rescaled: Callable[[ModelSpec], Mapping[str, float]] = lambda spec: {}
-    """Returns the tensors of a tree that transformers' class multiplies by a number before it computes, with these
-    numbers."""
+    """Returns the tensors that transformers' class multiplies by a factor before it computes -> the factors."""
     prepare: Callable[[Any], None] = lambda model: None
     """Prepares transformers' model before a comparison. If transformers would change weights later, it changes them
-    now. It also makes the modules forget earlier passes. It may be called several times."""
+    now. It also removes state that modules keep from earlier forward passes. It may be called several times."""
     model: str = ""
-    """The function that makes the reference model if transformers has no class for it ("package.module:function"). It
-    takes a config.json and an attention path, and returns a torch module. The module's parameters have checkpoint
-    names, and no other module uses them. `forward` takes `input_ids` and `attention_mask`, and its result has
-    `logits`."""
+    """The function that builds the reference model if transformers has no class for it ("package.module:function"). Its
+    arguments are a config.json and an attention implementation, and it returns a torch module. The module's parameters
+    have checkpoint names, and no other module uses them. `forward` takes `input_ids` and `attention_mask`, and its
+    result has `logits`."""
 
     # --- config.json <-> tree ---
 
@@ -333,16 +357,19 @@ class Architecture:
 
     @property
     def ignored(self) -> dict[str, str]:
-        """Return the config fields that change nothing in this family, with the reason for every field."""
+        """Return the config fields that do not change what models of this family compute, with the reason."""
         reasons = {**COMMON_IRRELEVANT, **self.irrelevant}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def reader(self, config: Mapping[str, Any]) -> ConfigReader:
-        """Return a reader of the language model's fields that knows this family's other spellings."""
+        """Return a reader of the language model's config fields.
+
+        It also finds fields under the names in `config_aliases`.
+        """
         return ConfigReader(config, self.config_aliases).part(self.part)
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
-        """Return the tree of a config.json.
+        """Return the ModelSpec that a config.json describes.
 
         Raises:
             ConfigError: a field has the wrong type or is out of range, or the family refuses it.
@@ -350,7 +377,7 @@ class Architecture:
         return self.spec_and_unknown(config)[0]
 
     def spec_and_unknown(self, config: Mapping[str, Any]) -> tuple[ModelSpec, list[str]]:
-        """Return the tree, and the config fields that neither gptkit nor transformers knows."""
+        """Return the ModelSpec of a config.json, and the config fields that neither gptkit nor transformers knows."""
         reader = self.reader(config)
         whole = reader.outer or reader
         for part in dict.fromkeys((whole, reader)):
@@ -360,7 +387,7 @@ class Architecture:
         return spec, whole.unknown(self.ignored)
 
     def drawn(self, seed: int) -> Config:
-        """Return a small random config that transformers accepts, always the same one for a seed."""
+        """Return a small random config that transformers accepts. The same seed always gives the same config."""
         outside = {
             name: 0 for name, ids in self.token_ids.items() if max([ids] if isinstance(ids, int) else ids) >= VOCAB
         }
@@ -368,16 +395,19 @@ class Architecture:
         return {"model_type": self.name, "vocab_size": VOCAB, **outside, **self.draw(chosen)}
 
     def assumed(self, config: Mapping[str, Any]) -> dict[str, int]:
-        """Return the sizes that the config leaves to transformers' defaults. Raises the errors of `spec`."""
+        """Return the sizes that the config does not state, with the defaults of transformers that gptkit uses for them.
+
+        Raises the errors of `spec`.
+        """
         reader = self.reader(config)
         self.read(reader)
         return reader.assumed
 
     def config_for(self, spec: ModelSpec) -> dict[str, Any]:
-        """Return a config.json for the tree.
+        """Return a config.json that describes a model.
 
         Raises:
-            CannotExpress: this family has no config for the tree. The message lists the components that prevent it.
+            CannotExpress: this family has no config for the model. The message lists the components that prevent it.
         """
         expression = express(self, spec, clear=())
         if expression.tree is None:
@@ -392,11 +422,14 @@ class Architecture:
         return {"model_type": self.name, "architectures": [self.class_of(spec)], **beyond, **self.write(spec)}
 
     def class_of(self, spec: ModelSpec) -> str:
-        """Return the transformers class that computes a tree."""
+        """Return the name of the transformers class that computes a model.
+
+        Models without a head may have a class of their own.
+        """
         return self.hf_class if spec.head is not None or not self.base_class else self.base_class
 
     def other_class(self, config: Mapping[str, Any] | None) -> str | None:
-        """Return the class that config.json names if it lacks a language model's head. Otherwise return None."""
+        """Return the class that config.json names, if this class has no language model head. Otherwise return None."""
         named = (config or {}).get("architectures")
         name = named[0] if isinstance(named, list) and named else None
         if self.base_class or not isinstance(name, str) or not name.isidentifier() or len(name) > 80:
@@ -404,27 +437,32 @@ class Architecture:
         return name if name != self.hf_class and (_OTHER_HEADS.search(name) or _NO_HEAD.fullmatch(name)) else None
 
     def back(self, spec: ModelSpec) -> ModelSpec:
-        """Return the tree that gptkit reads from the config.json that it writes for `spec`."""
+        """Write a config.json for a model, and return the ModelSpec that gptkit reads from it."""
         return self._completed(self.spec(self._config(spec)), spec)
 
     def _completed(self, tree: ModelSpec, spec: ModelSpec) -> ModelSpec:
-        """Return `tree` without the optional parts that `spec` lacks, and with a separate head if `spec` has one.
+        """Change the ModelSpec `tree` where config.json does not say what the files contain.
 
-        config.json does not say which of these parts the files contain, so gptkit takes this information from `spec`.
+        As the files are those of the model `spec`, the result lacks the optional parts that `spec` lacks, and has a
+        separate head if `spec` has one.
 
         Args:
-            tree: the tree of a config.json.
-            spec: the tree of the model that the config.json was written for.
+            tree: the ModelSpec that was read from a config.json.
+            spec: the ModelSpec that the config.json was written for.
         """
         lacking = {name: None for name in self.optional if getattr(spec, name) is None}
         tree = structs.replace(tree, **lacking) if lacking else tree
         return tree if spec.tied or not self.own_head(tree) else _with_own_head(tree)
 
     def in_files(self, spec: ModelSpec, names: Iterable[str]) -> ModelSpec:
-        """Return the tree for files that have tensors of these names. `spec` is the tree of their config.json.
+        """Adapt a ModelSpec to the tensors in files, where config.json does not say what the files contain.
 
         The result has only those `optional` parts of which the files have tensors. It has a separate head if the files
         have one (`own_head`).
+
+        Args:
+            spec: the ModelSpec of the files' config.json.
+            names: the names of the tensors in the files.
         """
         stored = {spelling for name in names for spelling in self.spellings(name)} if self.optional else {*names}
         if self.head in stored and self.own_head(spec):
@@ -440,7 +478,7 @@ class Architecture:
         return self.name
 
     def takes(self, spec: ModelSpec) -> int | None:
-        """Return the largest number of tokens that transformers' class accepts for a tree, or None for no limit."""
+        """Return the largest number of tokens that transformers' class accepts, or None for no limit."""
         return spec.context_length if self.bounded else None
 
     def module(self, name: str) -> str:
@@ -450,12 +488,15 @@ class Architecture:
 
     @property
     def two_stacks(self) -> bool:
-        """Whether the family's trees have both an encoder and a decoder."""
+        """Whether the family's models have both an encoder and a decoder."""
         return CrossAttention in self.kinds
 
     @cached_property
     def usual(self) -> ModelSpec:
-        """Return the tree of a config.json that has only the fields of `stated`."""
+        """Return the ModelSpec of a config.json that has only the fields of `stated`.
+
+        Other fields have their defaults.
+        """
         return self.spec({"model_type": self.name, **self.stated})
 
     def export_config(
@@ -466,13 +507,13 @@ class Architecture:
         quantised: bool = False,
         standard: bool = False,
     ) -> dict[str, Any] | None:
-        """Return the config.json to write for a tree, or None to keep the file `original` unchanged.
+        """Return the config.json to write for a model, or None to keep the file `original` unchanged.
 
-        Fields of `original` that do not describe the tree (token ids, labels) are kept.
+        Fields of `original` that do not describe the architecture (token ids, labels) are kept.
 
         Args:
-            spec: the tree.
-            original: the config.json that the tree was read from.
+            spec: the model.
+            original: the config.json that the model was read from.
             whole: whether all tensors of a composite model are written, so that the config has to describe the whole
                 model.
             quantised: whether the weights are written as they were stored, with their scales.
@@ -480,7 +521,7 @@ class Architecture:
                 another model_type of the family, or with field names that transformers ignores, is then rewritten.
 
         Raises:
-            CannotExpress: this family has no config for the tree.
+            CannotExpress: this family has no config for the model.
         """
         config = self.config_for(spec)
         if original is None or original.get("model_type") not in self.model_types:
@@ -506,17 +547,18 @@ class Architecture:
     # --- checkpoint names <-> shared names ---
 
     def parameters(self, spec: ModelSpec) -> dict[str, tuple[Stacked, list[list[str]]]]:
-        """Return the parameters that transformers' modules store in another form than checkpoints; see `Stacked`.
+        """Return the parameters that transformers' modules store in another form than checkpoints, by name.
 
-        The values are the `Stacked` record and the names of the checkpoint tensors, grouped as in `Stacked.bound`.
+        The values are the `Stacked` record and the names of the checkpoint tensors, in the form that `Stacked.bound`
+        yields.
         """
         return {name: (parameter, parts) for parameter in self.stacked for name, parts in parameter.bound(spec)}
 
     def borrowed(self, spec: ModelSpec) -> dict[str, str]:
-        """Return the names of shared blocks' parameters in layers that do not store the block -> their stored names.
+        """Return names of parameters in transformers' modules -> the names of the same parameters in files.
 
         In transformers, every layer that runs a shared block has its own module for it. Files contain only the
-        parameters of the first such layer.
+        parameters of the first such layer. The result has the parameters of the other layers.
         """
         stored_names: dict[str, str] = {}
         for layer, places in _uses(spec).items() if self.lent else ():
@@ -527,16 +569,18 @@ class Architecture:
         return stored_names
 
     def repeats(self, spec: ModelSpec) -> dict[str, str]:
-        """Return the parameters of transformers' modules that always equal another one -> the name of that one."""
+        """Return the parameters of transformers' modules that always equal another one -> the other one's name."""
         own = {leaf.checkpoint for leaf in self.bind(spec)} if self.repeated else set()
         repeated = {name: other for name, other in self.repeated.items() if name not in own}
         return {**repeated, **self.borrowed(spec)}
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """Return the weight map of a tree, in the order of the leaves.
+        """Return which tensors a checkpoint of this model has, and which parameters every tensor contains.
+
+        The list has the order of `leaves`.
 
         Raises:
-            CannotExpress: no leaf of this family contains one of the shared tensors.
+            CannotExpress: a parameter of the model is in no tensor of this family.
         """
         bound = bind(self.name, self.leaves, spec)
         if self.base_class and spec.head is None:
@@ -544,12 +588,15 @@ class Architecture:
         return bound
 
     def bind_files(self, spec: ModelSpec, names: Iterable[str]) -> list[BoundLeaf]:
-        """Return the weight map of files that have tensors of these names, in the form of checkpoints or of modules."""
+        """Return the same list as `bind` for files with tensors of these names.
+
+        The files may have the names that checkpoints have, or those of transformers' modules (see `bind_modules`).
+        """
         spellings = {spelling for name in names for spelling in self.spellings(name)} if self.stacked else set()
         return self.bind(spec) if spellings.isdisjoint(self.parameters(spec)) else self.bind_modules(spec)
 
     def bind_modules(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """Return the weight map of files that store parameters as transformers' modules do (`stacked`).
+        """Return the same list as `bind` for files that store parameters as transformers' modules do (see `stacked`).
 
         transformers reads such files too.
         """
@@ -559,12 +606,17 @@ class Architecture:
         return [leaf for name, leaf in leaves.items() if name not in parts] + list(of_modules.values())
 
     def bind_all(self, spec: ModelSpec) -> dict[str, BoundLeaf]:
-        """Return the weight map under the names of checkpoints and under those of transformers' modules together."""
+        """Return a `BoundLeaf` by tensor name, for all names in checkpoints and all names in transformers' modules."""
         leaves = {leaf.checkpoint: leaf for leaf in self.bind(spec)}
         return {**leaves, **self._of_modules(spec, leaves)}
 
     def _of_modules(self, spec: ModelSpec, leaves: Mapping[str, BoundLeaf]) -> dict[str, BoundLeaf]:
-        """Return a leaf for every parameter that transformers' modules store in another form than checkpoints."""
+        """Return a `BoundLeaf` for every parameter that transformers' modules store in another form than checkpoints.
+
+        Args:
+            spec: the model.
+            leaves: the leaves of the checkpoint tensors, by name.
+        """
         as_leaves: dict[str, BoundLeaf] = {}
         for name, (stacked, groups) in self.parameters(spec).items():
             own = [[leaves[part] for part in parts if part in leaves] for parts in groups]
@@ -573,7 +625,9 @@ class Architecture:
         return as_leaves
 
     def carries(self, name: str, layers: int) -> tuple[str, str] | None:
-        """Return the group of a carried tensor (`CARRIED`) and its full name, or None if the tensor is not carried.
+        """Return the group of a carried tensor, which conversions copy and no layer reads, and the tensor's full name.
+
+        The result is None if the tensor is not carried.
 
         Args:
             name: the tensor's name in a file.
@@ -588,14 +642,19 @@ class Architecture:
         return ("scales", name) if _SCALES.search(name) else None
 
     def as_composite(self, name: str, headers: Iterable[str]) -> str:
-        """Return the name that a tensor has in a composite model. `headers` are those of the model's weight files."""
+        """Return the name of a tensor in the composite model that it comes from.
+
+        Args:
+            name: the tensor's name in the language model.
+            headers: the headers of the composite model's weight files, as text.
+        """
         text = "".join(headers)
         pairs = ((theirs, ours) for theirs, ours in self.renamed if name.startswith(ours) and f'"{theirs}' in text)
         theirs, ours = next(pairs, ("", ""))
         return theirs + name.removeprefix(ours)
 
     def spellings(self, name: str) -> list[str]:
-        """Return the names in this family that a tensor of a file may have."""
+        """Return the names that the tensor `name` of a file may have in `leaves`. Prefixes differ between files."""
         spellings = [name, self.prefix + name] if self.prefix else [name]
         spellings += [name.removeprefix(self.prefix)] if self.base_class else []
         return spellings + [
@@ -603,13 +662,13 @@ class Architecture:
         ]
 
     def canonical_name(self, name: str, known: Mapping[str, Any], layers: int) -> str | None:
-        """Return the name in `leaves` of a tensor in a file, which may lack the prefix or have an older name.
+        """Return the name that `leaves` has for a tensor in a file, which may lack the prefix or have an older name.
 
-        The result is None for a buffer that is dropped. An unknown name is returned unchanged.
+        The result is None for a buffer in `dropped`. An unknown name is returned unchanged.
 
         Args:
             name: the tensor's name in the file.
-            known: a mapping whose keys are the names of the weight map.
+            known: a mapping whose keys are the tensor names of the model.
             layers: the number of layers of the model.
         """
         candidates = self.spellings(name)
@@ -630,17 +689,17 @@ class Architecture:
 
 
 def _with_own_head(spec: ModelSpec) -> ModelSpec:
-    """Return the tree with a head that is not tied."""
+    """Return the ModelSpec with a head that is not tied."""
     return structs.replace(spec, head=structs.replace(spec.has_head(), tied=False))
 
 
 def _layer(name: str) -> str | None:
-    """Return the first number in a name. It has nine digits at most, since int() refuses very long ones."""
+    """Return the first number in a tensor name, as text. Numbers of ten or more digits are ignored."""
     return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
 
 
 def _kind(attention: Any) -> str | None:
-    """Return the layer type that transformers uses for this attention in `layer_types`, or None without attention."""
+    """Return what transformers' `layer_types` calls a layer with this attention. None is a layer without attention."""
     if attention is None:
         return None
     if getattr(attention, "window", None) is None:
@@ -649,17 +708,18 @@ def _kind(attention: Any) -> str | None:
 
 
 def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]:
-    """Return the weight map of a tree, in the order of the leaves.
+    """Return which tensors a checkpoint of this model has, and which parameters every tensor contains.
 
-    This is the order of transformers' modules, which decides how transformers distributes tensors over shards.
+    The list has the order of `leaves`. This is the order of transformers' modules, which decides how transformers
+    distributes tensors over files.
 
     Args:
         owner: the name of the family or format in error messages.
-        leaves: the leaves of that family or format.
-        spec: the tree.
+        leaves: the tensor table of that family or format.
+        spec: the model.
 
     Raises:
-        CannotExpress: a shared tensor has no leaf, or its shape does not fit the leaf's layout.
+        CannotExpress: a parameter is in no tensor of the table, or its shape does not fit the tensor's layout.
     """
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
     encoded = [leaf for leaf in leaves if leaf.names[0].startswith("encoder.")]
@@ -705,14 +765,15 @@ def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[
 
 
 def _repeats(template: str, sizes: Mapping[str, int]) -> int:
-    """Return the number of tensors per layer with this name template: the number of experts or of heads, or 1."""
+    """Return how many tensors a layer has for a template of their names: the number of experts or of heads, or 1."""
     return next((sizes.get(f"{kind}s", 0) for kind in ("expert", "head") if f"{{{kind}}}" in template), 1)
 
 
 def _uses(spec: ModelSpec) -> dict[int, list[dict[str, int]]]:
-    """Return the uses of shared blocks, grouped by the layer that stores the block.
+    """Return, for every layer that stores the weights of a shared block, the layers that run this block.
 
-    Every use has the values for name templates: `layer` stores the block, `runs` runs it, and `use` counts the uses.
+    A use of the block is given as values for name templates. `layer` is the layer that stores the block, `runs` is the
+    layer that runs it, and `use` is the number of earlier uses of shared blocks.
     """
     places: dict[int, list[dict[str, int]]] = {}
     for use, (layer, stored) in enumerate(spec.shared_block_sources.items()):
@@ -721,18 +782,23 @@ def _uses(spec: ModelSpec) -> dict[int, list[dict[str, int]]]:
 
 
 def _places(run: Sequence[Leaf], layer: int, uses: Mapping[int, list[dict[str, int]]]) -> list[dict[str, int]]:
-    """Return the values for the name templates of consecutive leaves in a layer.
+    """Return the values to insert into the name templates of a layer, one mapping for each set of tensors.
 
-    The leaves are bound once per mapping. If they belong to a shared block, there is a mapping per use (see `_uses`) in
-    the layer that stores the block, and none in other layers.
+    Usually there is one mapping, with the layer's index. For a shared block, the layer that stores it has one mapping
+    for every use of the block, and other layers have none.
+
+    Args:
+        run: consecutive entries of the tensor table, either all of a shared block or none.
+        layer: the index of the layer.
+        uses: the uses of shared blocks, as `_uses` returns them.
     """
     return uses.get(layer, []) if "{use}" in run[0].checkpoint else [{"layer": layer}]
 
 
 def _sizes(spec: ModelSpec, block: Block) -> dict[str, int]:
-    """Return the sizes of the axes that layouts may name in a block.
+    """Return the sizes of the axes that a layout may name in this block, such as "heads" or "head_dim".
 
-    These are the fields of the mixers, and the properties in their `axes`, whose values are integers. `half` is half
+    These are the integer fields of the mixers, and the integer properties that mixers list in `axes`. `half` is half
     the width of a head.
     """
     sizes = {"experts": 0, "one": 1, "two": 2}
@@ -771,7 +837,7 @@ def _bind_one(
 
 
 def usual_layer(spec: ModelSpec) -> tuple[Block, Attention, FeedForward | GatedFeedForward]:
-    """Return the first layer, its attention and its feed-forward, if these are of the usual kinds.
+    """Return the first layer, its attention and its feed-forward.
 
     Raises:
         CannotExpress: the attention is not an `Attention`, or the feed-forward is neither a `FeedForward` nor a
