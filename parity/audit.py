@@ -1,9 +1,11 @@
 """Find faults of a checkpoint: in its files and index, its tensors and config, and its tokenizer.
 
-An audit can also compare the checkpoint with the source it was made from, and with the program that is to load it. Most
-rules only need headers; values are read if the caller asks for it. A rule is a function from a subject to findings;
-`RULES` lists all rules. A checkpoint of a known family must have exactly the tensors that the family declares. In an
-unknown family the tensor names are compared with each other.
+An audit can also compare the checkpoint with the model that it was made from (the source), and check how another
+program would load it. The checks are called rules: functions that return findings, listed in `RULES`. Most rules read
+only the headers of weight files. They read the weights only if the caller asks for it.
+
+If gptkit knows the model family, the checkpoint must have exactly the tensors that the family declares. Otherwise
+gptkit compares the tensor names of the layers with each other.
 """
 
 from collections.abc import Callable, Iterable

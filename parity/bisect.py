@@ -1,9 +1,9 @@
 """Find the first component whose output differs between two models.
 
-Both models run on the same input in fp64, and gptkit compares the outputs of their components in the order of
-computation. A leaf's checkpoint name is also the name of transformers' module, so no table of modules is needed. A
-difference counts if it is larger than the rounding to fp32 causes at this component in both models. One model runs at a
-time: the reference's outputs are stored in a temporary file, and the candidate's are compared as they come.
+gptkit runs both models on the same input in fp64, and compares the outputs of their components in the order of
+computation. A parameter's name in the checkpoint also names the module of transformers, so no table of modules is
+needed. A difference counts if it is larger than the rounding to fp32 causes at this component in both models. The
+models run one after the other. The outputs of the first one, transformers' model, are stored in a temporary file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tap:
-    """A component whose output is compared, or a projection whose input is compared."""
+    """A place where the two models are compared: the output of a module, or the input of a projection."""
 
     label: str  # the component in words
     layer: int | None  # the layer's index; None outside of layers
@@ -46,14 +46,19 @@ class Tap:
     value: int = 0  # the index of the output among the values that transformers' module returns
 
     def part(self, relative: float, noise: float) -> Part:
-        """Return the record of the difference at this tap."""
+        """Return the comparison at this place as a record.
+
+        Args:
+            relative: the largest difference in fp64, relative to the largest value.
+            noise: the relative difference that rounding to fp32 causes in the two models together.
+        """
         name = self.label if self.layer is None else f"layer {self.layer} {self.label}"
         return Part(name, self.label, self.layer, relative, noise)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The difference between the two models at one tap."""
+    """The difference between two models at one of the compared places (see `Tap`), in fp64."""
 
     name: str
     label: str
@@ -65,17 +70,17 @@ class Part:
     def parts(self) -> bool:
         """Return whether the two models differ here by more than rounding explains.
 
-        The difference of two fp64 models includes a rounding to fp32 on each side (`noise`). The reason is that
-        transformers computes norms, softmax and rotary tables of an "fp64" model in fp32. After a swap the two models
-        may also round differently, which doubles the noise. The mistakes of `mutations` make differences at least 30
-        times as large.
+        transformers computes norms, softmax and rotary tables of an "fp64" model in fp32. So the measured difference
+        includes a rounding to fp32 on each side (`noise`). After a swap the two models may also round differently,
+        which doubles the noise. The mistakes that `verify` makes on purpose give differences at least 30 times as
+        large.
         """
         return not self.relative <= max(2 * self.noise, _FLOOR)
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A repair that was tried."""
+    """A possible cause of a difference: a repair that was tried, and its effect on the logits."""
 
     repair: str  # the repair in words
     restores: bool  # whether it restores parity
@@ -84,14 +89,14 @@ class Cause:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The differences at all taps in the order of computation, and the likely causes, the likeliest first."""
+    """Where two models differ: the comparison of all components, and the likely causes."""
 
     places: tuple[Part, ...]
     causes: tuple[Cause, ...] = ()
 
     @property
     def first(self) -> Part | None:
-        """Return the first place where the models differ."""
+        """Return the first component at which the models differ, in the order of computation; None if there is none."""
         return next((place for place in self.places if place.parts), None)
 
 
@@ -113,16 +118,17 @@ MIXED = {
 
 
 def _label(module: str) -> str:
-    """Return the name of a component for messages, from the name of its module within a layer."""
+    """Return the words for a module in messages: "attention.q_proj" becomes "attention q"."""
     owner, _, name = module.rpartition(".")
     words = f"{owner} {_WORDS.get(name, name.removesuffix('_proj'))}".replace("feed_forward", "feed-forward")
     return words.replace(".", " ").replace("_", " ").strip()
 
 
 def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
-    """Return the places to compare, in the order of computation.
+    """Return the places at which the models are compared, in the order of computation.
 
-    A component without a weight of its own is compared at the input of the projection that follows.
+    Most are the outputs of modules. The result of a computation without weights, such as softmax or an activation, is
+    compared at the input of the next projection.
     """
     known = {parameter.name: (place, parameter) for place, parameter in enumerate(spec.parameters())}
     moved = {
@@ -184,9 +190,11 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
 
 
 def _rows(leaf: BoundLeaf, part: int) -> Tensor:
-    """Return the numbers of the output features of a fused module that belong to part number `part` of its leaf.
+    """Return the indices of those output features of a fused module that belong to one of the fused parameters.
 
-    They come from applying the leaf's layout to a tensor of feature numbers.
+    Args:
+        leaf: the fused checkpoint tensor, such as q, k and v in one, with the layout that splits it.
+        part: the index of the parameter among the fused ones.
     """
     transposed = leaf.layout.shared != "" and leaf.layout.checkpoint.split()[0] == leaf.layout.shared.split()[-1]
     numbers = np.arange(leaf.shape[1] if transposed else leaf.shape[0])
@@ -195,9 +203,16 @@ def _rows(leaf: BoundLeaf, part: int) -> Tensor:
 
 
 def watching(model: nn.Module, watched: Sequence[Tap], ours: bool, see: Callable[[int, Tensor], None]) -> ExitStack:
-    """Call `see` with the index and value of each tap when its module computes, before the value can change in place.
+    """Call `see` with a place's index and its value whenever the model computes the value.
 
-    Return a context that removes the hooks. `ours` says whether the model is gptkit's.
+    Args:
+        model: gptkit's model or transformers'.
+        watched: the places.
+        ours: whether the model is gptkit's.
+        see: gets a place's index in `watched` and the value, before later code can change the value in place.
+
+    Returns:
+        A context that removes the hooks when it ends.
     """
     modules = dict(model.named_modules())
 
@@ -216,12 +231,12 @@ def watching(model: nn.Module, watched: Sequence[Tap], ours: bool, see: Callable
 
 
 def first_of(output: Any, which: int = 0) -> Any:
-    """Return a module's output. If it returns several values, return number `which`."""
+    """Return a module's output. If the module returns several values, return the one with the index `which`."""
     return output[which] if isinstance(output, tuple | list) else output
 
 
 class KeptStates:
-    """Tensors in fp64 by key. They are in a temporary file, because a large model has 100 MB of them per position."""
+    """A dictionary of fp64 tensors in a temporary file. A large model has 100 MB of hidden states per position."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="gptkit-")  # noqa: SIM115 (closed by the caller)
@@ -247,9 +262,10 @@ _See = Callable[[_Key, Tensor], None]
 
 
 def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Part]:
-    """Return the difference at every tap, in the order of computation.
+    """Return the difference at every compared component, in the order of computation.
 
-    Both models run twice, in fp64 and in fp32. Only the positions of `ProbeBatch.valid` are compared.
+    Both models run twice, in fp64 and in fp32. The fp32 runs measure the rounding. Padding, and all but some evenly
+    spaced positions of long sequences, are left out.
     """
     architecture, spec = both.source.architecture, both.source.spec
     assert architecture is not None
@@ -308,7 +324,8 @@ def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Par
 def valid_rows(value: Tensor, batch: ProbeBatch) -> Tensor:
     """Return the values at tokens without padding, (N, features), in fp64.
 
-    A value without a batch dimension (positions) keeps all its rows. transformers' modules may flatten batch and time.
+    A value without a batch dimension, such as position embeddings, keeps all its rows. The batch and time dimensions
+    may be flattened into one.
     """
     shape = batch.input_ids.shape
     if value.ndim and (value.shape[:2] == shape or value.shape[0] == shape[0] * shape[1]):

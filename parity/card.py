@@ -1,6 +1,6 @@
-"""Make the verification card of `verify`: checks, files, versions, all figures, and the command that repeats them.
+"""Write the verification card: the result of `verify` with its checks, files, versions, figures and command.
 
-It is written as JSON for programs and as Markdown for a model's page.
+The card is written as JSON for programs, and as Markdown for a model's page.
 """
 
 import json
@@ -23,8 +23,9 @@ from .verify import Verification
 def card(
     result: Verification, *, offline: bool = False, allow_pickle: bool = False, allow_extra: bool = False
 ) -> dict[str, Any]:
-    """Return the card as plain JSON values. This hashes the weight files of both sides, and raises as
-    `open_checkpoint`.
+    """Return the verification card as plain JSON values. This hashes the weight files of both models.
+
+    Raises the errors of `open_checkpoint`.
     """
     options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
     references = {"model": result.model} | ({} if result.other is None else {"other": result.other})
@@ -66,12 +67,12 @@ def card(
 
 
 def command(result: Verification) -> str:
-    """Return the shell command that repeats the verification."""
+    """Return the shell command that repeats this verification."""
     return shlex.join(["gptkit", "verify", *result.arguments])
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """Return the card as Markdown for a model's page."""
+    """Return a verification card (the result of `card`) as Markdown for a model's page."""
     verdicts = {
         "identical": "identical to transformers to the last bit",
         "equal": "the same function as transformers; what differs is rounding",
@@ -115,7 +116,9 @@ def markdown(data: dict[str, Any]) -> str:
 
 
 def write_card(result: Verification, path: Path, **options: bool) -> tuple[Path, Path]:
-    """Write the card to `path` with the suffixes .json and .md. Raise UsageError if that fails."""
+    """Write the card as two files: `path` with the suffixes .json and .md. Raise UsageError if they
+    cannot be written.
+    """
     data = card(result, **options)
     targets = path.with_suffix(".json"), path.with_suffix(".md")
     try:

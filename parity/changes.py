@@ -1,4 +1,6 @@
-"""Define the records of a comparison of two checkpoints: one tensor, a group of tensors, the whole comparison."""
+"""Define the records of a comparison of two checkpoints A and B: one tensor, a group of tensors,
+the whole comparison.
+"""
 
 import math
 import re
@@ -35,7 +37,7 @@ _CONCENTRATED = 0.5  # a change has low rank if its factors have at most this sh
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """The comparison of one tensor, by its shared name, between two checkpoints. One of them may not have it."""
+    """The comparison of one tensor in checkpoints A and B. One of them may not have the tensor."""
 
     name: str  # the shared name
     component: str  # the label of its component in tables of parameters
@@ -52,28 +54,26 @@ class TensorDiff:
     def module(self) -> str:
         """Return the name of the module without its layer, such as "attention.q_proj".
 
-        A tensor without a place in the tree keeps the rest of its name: "model.layers.*.query".
+        If gptkit does not know the module, the name in the file is used: "model.layers.*.query".
         """
         name = re.sub(r"\.experts\.[^.]+", ".experts", self.everywhere.removeprefix("blocks.*."))
         return name.rpartition(".")[0] or self.name
 
     @property
     def everywhere(self) -> str:
-        """Return the tensor's name with a star instead of the layer."""
+        """Return the tensor's name with a star instead of the layer number."""
         return self.name if self.layer is None else re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", self.name, count=1)
 
     @property
     def part(self) -> str:
-        """Return the name under which all layers' tensors of this kind are grouped: the module, with ".bias" for a
-        bias.
-        """
+        """Return the module's name, with ".bias" for a bias. All layers' tensors with this name form one group."""
         return f"{self.module}.bias" if self.name.endswith(".bias") else self.module
 
     @property
     def reading(self) -> _Reading | None:
-        """Return whether the rank of the change is "low", "high" or "unclear".
+        """Return whether the rank of the tensor's change B - A is "low", "high" or "unclear".
 
-        Return None if the rank is unknown, or if a few changed rows or a common factor explain the change.
+        Return None if the rank is unknown, or if the change has a simpler description: a few changed rows, or a factor.
         """
         figures = self.figures
         rank = None if figures is None else figures.rank
@@ -86,7 +86,7 @@ class TensorDiff:
         return "low" if rank.share is not None and rank.share >= _HALF else "unclear"
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values; figures that fp64 cannot represent are null."""
+        """Return plain JSON values. Figures that fp64 cannot represent are null."""
         fields = {"name": self.name, "module": self.module, **vars(self)}
         figures = fields.pop("figures")
         data = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
@@ -120,7 +120,7 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class ChangeGroup:
-    """Tensors that are reported together: the weights or biases of one module, or those of one layer."""
+    """Tensors that are reported together: the weights of one module, its biases, or all tensors of one layer."""
 
     name: str
     layer: int | None
@@ -128,7 +128,7 @@ class ChangeGroup:
 
     @property
     def changed(self) -> tuple[TensorDiff, ...]:
-        """Return the tensors with different values and one shape on both sides."""
+        """Return the tensors that have the same shape in A and B but different values."""
         return tuple(tensor for tensor in self.tensors if tensor.status in ("changed", "rounded"))
 
     @property
@@ -138,12 +138,12 @@ class ChangeGroup:
 
     @property
     def relative(self) -> float | None:
-        """Return the relative change (Frobenius) over all changed tensors together; None if it is undefined."""
+        """Return ‖B - A‖ / ‖A‖ (Frobenius) over all changed tensors together; None if it is undefined."""
         return None if self._total is None else self._total.relative
 
     @property
     def cosine(self) -> float | None:
-        """Return the cosine of the angle between A and B over all changed tensors together; None if it is undefined."""
+        """Return the cosine similarity of A and B over all changed tensors together; None if it is undefined."""
         return None if self._total is None else self._total.cosine
 
     @property
@@ -153,7 +153,7 @@ class ChangeGroup:
 
     @cached_property
     def _total(self) -> TensorFigures | None:
-        """Return figures that cover all changed tensors together: their sums, and the largest values."""
+        """Return figures for all changed tensors together: the sums of their sums, and their largest values."""
         figures = [tensor.figures for tensor in self.changed if tensor.figures is not None]
         names = ("square_a", "square_b", "square", "product")
         total: dict[str, Any] = {name: math.fsum(getattr(x, name) for x in figures) for name in names}
@@ -162,7 +162,9 @@ class ChangeGroup:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Return the figures as JSON values; all are None if NaN or infinite values changed."""
+        """Return the group's figures as JSON values. They are None if changed tensors contain NaN
+        or infinite values.
+        """
         largest = None if self._total is None else _finite(self._total.largest)
         data = {"relative": self.relative, "max_abs": largest, "cosine": self.cosine}
         return {**(dict.fromkeys(data) if self.not_finite else data), "not_finite": self.not_finite}
@@ -174,7 +176,9 @@ class ChangeGroup:
 
 @dataclass(frozen=True)
 class _LowRankChange:
-    """A change like that of an adapter: some matrices changed with a low rank, and none with a high one."""
+    """A change of a model that looks like a merged LoRA adapter: some matrices changed with low rank, none with high
+    rank.
+    """
 
     alone: bool  # whether nothing else changed: no norm, bias, embedding row or shape, no new or missing tensor
     matrices: int  # the number of matrices with a change of low rank
@@ -185,7 +189,14 @@ class _LowRankChange:
 
 @dataclass(frozen=True)
 class Diff(Shown):
-    """The differences between the checkpoints A and B."""
+    """The differences between the checkpoints A and B.
+
+    Attributes:
+        a: the first checkpoint. b: the second checkpoint. tensors: the comparison of every tensor, in the order of
+      computation. tree: the differences of the component trees. files: the differences of config.json and of the
+      tokenizer's files. notes: what the user needs to know to interpret the figures. counts: the number of tensors by
+      status.
+    """
 
     a: TensorFiles
     b: TensorFiles
@@ -201,7 +212,9 @@ class Diff(Shown):
 
     @property
     def same(self) -> bool:
-        """Return whether the function and all values are the same; dtypes and other files may differ."""
+        """Return whether both models compute the same function with the same weights. Dtypes and other files may
+        differ.
+        """
         values = self.all.same == len(self.tensors)
         # Fields that only affect rounding, and the context length of the training, do not count.
         specs = [checkpoint.spec for checkpoint in (self.a, self.b) if isinstance(checkpoint, Checkpoint)]
@@ -220,25 +233,27 @@ class Diff(Shown):
 
     @property
     def changed(self) -> tuple[TensorDiff, ...]:
-        """Return the tensors with different values and one shape on both sides, in the tree's order."""
+        """Return the tensors that have the same shape in A and B but different values, in the order of computation."""
         return self.all.changed
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """Return the number of parameters of A and of B, including tensors without a place in the tree."""
+        """Return the numbers of parameters of A and of B, including tensors that belong to no known component."""
         shapes = [(tensor.shape_a, tensor.shape_b) for tensor in self.tensors]
         a, b = (sum(math.prod(shape) for shape in side if shape is not None) for side in zip(*shapes, strict=True))
         return a, b
 
     @property
     def rounded(self) -> tuple[str, Literal["a", "b"]] | None:
-        """Return (dtype, side) if rounding that side to the dtype explains every difference; else None."""
+        """Return (dtype, side) if all values of that side are those of the other side rounded to
+        the dtype, else None.
+        """
         kinds = {tensor.figures.rounded for tensor in self.changed if tensor.figures is not None}
         return kinds.pop() if len(kinds) == 1 and self.counts["changed"] == 0 else None
 
     @property
     def low_rank(self) -> _LowRankChange | None:
-        """Return the change if it looks like that of an adapter (LoRA), or None."""
+        """Return a summary of the change if it looks like a merged LoRA adapter, else None."""
         matrices = [tensor for tensor in self.changed if tensor.reading is not None]
         low = [tensor for tensor in matrices if tensor.reading == "low"]
         if not low or 2 * len(low) < len(matrices) or any(tensor.reading == "high" for tensor in matrices):
@@ -251,15 +266,17 @@ class Diff(Shown):
         return _LowRankChange(alone, len(low), len(matrices) - len(low), max(ranks), modules)
 
     def by_module(self) -> list[ChangeGroup]:
-        """Return one group for each module's weights and one for its biases, in the order of computation."""
+        """Return one group for the weights and one for the biases of each module, over all layers, in the order of
+        computation.
+        """
         return _groups(self.tensors, lambda tensor: (tensor.part, None))
 
     def by_layer(self) -> list[ChangeGroup]:
-        """Return one group per layer; tensors outside of layers are grouped as in `by_module`."""
+        """Return one group per layer. Tensors outside of layers are grouped by module."""
         return _groups(self.tensors, lambda tensor: (tensor.part if tensor.layer is None else "layer", tensor.layer))
 
     def by_place(self) -> list[ChangeGroup]:
-        """Return the groups of `by_module` for each layer separately."""
+        """Return the groups of `by_module`, but separate for every layer."""
         return _groups(self.tensors, lambda tensor: (tensor.part, tensor.layer))
 
     def as_json(self) -> dict[str, Any]:
@@ -285,7 +302,7 @@ class Diff(Shown):
 
 
 def _groups(tensors: Iterable[TensorDiff], key: Callable[[TensorDiff], tuple[str, int | None]]) -> list[ChangeGroup]:
-    """Group tensors by a key, in the order of their first appearance."""
+    """Group tensors by a key (name, layer), in the order of their first appearance."""
     groups: dict[tuple[str, int | None], list[TensorDiff]] = {}
     for tensor in tensors:
         groups.setdefault(key(tensor), []).append(tensor)
@@ -293,7 +310,7 @@ def _groups(tensors: Iterable[TensorDiff], key: Callable[[TensorDiff], tuple[str
 
 
 def _side(checkpoint: TensorFiles, parameters: int) -> dict[str, Any]:
-    """Return the JSON values that describe one checkpoint."""
+    """Return the JSON values that describe one checkpoint. `parameters` is its number of parameters."""
     return {
         "model": checkpoint.reference,
         "revision": checkpoint.revision,

@@ -1,6 +1,7 @@
-"""Compare two sets of logits: whole, or (`compare_heads`) a part of the vocabulary at a time.
+"""Compare two sets of logits: `compare` takes them complete, `compare_heads` computes some vocabulary columns at a
+time.
 
-`compare_heads` never has the logits of the whole vocabulary in memory.
+So `compare_heads` never has the logits of the whole vocabulary in memory.
 """
 
 import math
@@ -25,7 +26,7 @@ _TRIMMED = 2**17  # logits of one model after which freed memory is returned to 
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """The comparison of one prompt's logits. A NaN that only one side has makes all figures NaN."""
+    """The comparison of two models' logits on one prompt. All figures are NaN if only one model has a NaN."""
 
     name: str
     positions: int  # the number of compared tokens, without padding
@@ -69,9 +70,10 @@ def compare(name: str, reference: Tensor, candidate: Tensor) -> LogitDifference:
 
 
 def largest_gap(a: Iterable[Tensor], b: Iterable[Tensor], enough: float = math.inf) -> float:
-    """Return the largest absolute difference over several sets of logits, or NaN if a difference is NaN.
+    """Return the largest absolute difference between two lists of logits, one item per batch; NaN if a difference is
+    NaN.
 
-    The search stops at the first batch with a difference above `enough`, because most faults show on a few tokens.
+    The function returns at the first batch with a difference above `enough`, because most faults show on a few tokens.
     """
     largest = 0.0
     for pair in zip(a, b, strict=True):
@@ -83,12 +85,12 @@ def largest_gap(a: Iterable[Tensor], b: Iterable[Tensor], enough: float = math.i
 
 
 def mean_gap(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """Return the mean absolute difference over several sets of logits."""
+    """Return the mean absolute difference between two lists of logits, one item per batch."""
     return torch.stack([gap.sum() for gap in gaps(a, b)]).sum().item() / sum(logits.numel() for logits in a)
 
 
 def gaps(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield absolute differences in fp64, some rows at a time."""
+    """Yield the absolute differences of two lists of logits in fp64, some rows at a time."""
     for first, second in zip(a, b, strict=True):
         for first_part, second_part in zip(torch.split(first, _WIDENED), torch.split(second, _WIDENED), strict=True):
             yield (first_part.double() - second_part.double()).abs()
@@ -96,9 +98,9 @@ def gaps(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class PositionComparison:
-    """The comparison of two models at N positions. Every field is (N,) in fp64, except `agree` (bool).
+    """The comparison of two models' predictions at N positions. Every field is (N,) in fp64, except `agree` (bool).
 
-    If the vocabulary changed, only the tokens of both vocabularies count.
+    If the models have different vocabularies, only the tokens of both are compared.
     """
 
     gap: Tensor  # the largest absolute difference of logits
@@ -173,7 +175,7 @@ def perplexity(losses: Tensor) -> float:
 
 
 class _RunningSums:
-    """Sums over the vocabulary, a part at a time, from which the comparison of N positions is computed."""
+    """Compares logits at N positions without having them all in memory: some vocabulary columns are added at a time."""
 
     def __init__(self, count: int) -> None:
         self.gap, self.largest, self.weighed = torch.zeros(3, count, dtype=torch.float64)
@@ -183,7 +185,10 @@ class _RunningSums:
         self.likeliest = [*torch.zeros(2, count, dtype=torch.long)]
 
     def add(self, a: Tensor, b: Tensor, start: int, targets: Tensor | None) -> None:
-        """Add the logits (N, tokens) of both models for the tokens from `start` on."""
+        """Add the logits (N, tokens) of both models for the compared tokens from number `start` on.
+
+        `targets` has the index of the true next token at each position, (N,), or is None.
+        """
         difference = a - b
         # torch.maximum keeps a NaN.
         self.gap = torch.maximum(self.gap, difference.abs().amax(-1))
@@ -202,7 +207,7 @@ class _RunningSums:
                 self.at_target[side][here] = logits[here, targets[here] - start]
 
     def total(self) -> tuple[Tensor, ...]:
-        """Return the fields of a `PositionComparison`, once all tokens were added."""
+        """Return the fields of a `PositionComparison`. Call this after the logits of all tokens were added."""
         kl = self.weighed - self.logsums[0] + self.logsums[1]
         losses = [logsum - logit for logsum, logit in zip(self.logsums, self.at_target, strict=True)]
         agree = self.likeliest[0] == self.likeliest[1]

@@ -1,11 +1,13 @@
 """Report how much a changed model differs from its original: by position, by layer and by component.
 
-By position: KL and perplexity of the next token. By layer: the difference of the residual streams, and of the
-predictions if both models ended at this layer (the logit lens, nostalgebraist 2020). By component: gptkit gives each
-component of the changed model the original's hidden states and compares the outputs, so that earlier differences do not
-count. This needs the same basis in both models, which gptkit checks on the embeddings.
+- By position: KL divergence and perplexity of the next token.
+- By layer: the difference of the residual streams, and of the predictions that both models would make if they ended at
+  this layer (the logit lens, nostalgebraist 2020).
+- By component: each component of the changed model gets the original's hidden states as input, so that differences of
+  earlier layers do not count. This needs the same basis of the hidden states in both models, which gptkit checks by
+  comparing the embeddings.
 
-Both models read their weights by rows (see `rows`), and the hidden states are stored in temporary files.
+Both models read some rows of a weight at a time (see `rows`), and the hidden states are stored in temporary files.
 """
 
 import json
@@ -48,7 +50,7 @@ _Pairs = Sequence[tuple[int, int]]  # corresponding layers (before, after)
 
 @dataclass(frozen=True)
 class DamageBin:
-    """The comparison of the predictions at positions `first` to `last`, counted from 0."""
+    """The comparison of both models' predictions at positions `first` to `last`, counted from 0."""
 
     first: int
     last: int
@@ -65,7 +67,10 @@ class DamageBin:
 
 @dataclass(frozen=True)
 class LayerDamage:
-    """The comparison of the two models after one layer of each, as if they ended there."""
+    """The comparison of one layer of the original with the corresponding layer of the changed model.
+
+    KL, top-1 agreement and perplexity are those of the predictions that the models would make if they ended there.
+    """
 
     before: int  # the original's layer
     after: int  # the changed model's layer
@@ -79,7 +84,9 @@ class LayerDamage:
 
 @dataclass(frozen=True)
 class Place:
-    """A component, and how much its output differs if it is given the original's hidden states."""
+    """A component of the changed model, and how much its output differs if its input is the
+    original's hidden states.
+    """
 
     label: str
     layer: int | None  # the layer of the changed model; None outside of layers
@@ -105,16 +112,16 @@ class Damage:
 
     @property
     def born(self) -> Place | None:
-        """Return the component whose own output differs most, or None if none differs.
+        """Return the component whose own output differs most, or None if no output differs.
 
-        Whole blocks do not count, only their parts.
+        Only mixers and the head are considered, not whole blocks.
         """
         parts = [place for place in self.places if place.differs and place.label != _BLOCK]
         return max(parts, key=lambda place: math.inf if math.isnan(place.relative) else place.relative, default=None)
 
     @property
     def first(self) -> Place | None:
-        """Return the first component whose own output differs, or None."""
+        """Return the first component whose own output differs (see `Place`), or None."""
         return next((place for place in self.places if place.differs), None)
 
     def as_json(self) -> dict[str, Any]:
@@ -177,7 +184,7 @@ def damage(
 
 
 def _pairs(before: ModelSpec, after: ModelSpec, layers: _Pairs | None, notes: list[str]) -> _Pairs:
-    """Return the pairs of corresponding layers, and add a note for layers without a counterpart."""
+    """Return the pairs of corresponding layers. For layers without a counterpart, append a message to `notes`."""
     counts = len(before.blocks), len(after.blocks)
     if layers is not None:
         for side, (count, owner) in enumerate(zip(counts, ("the original's", "the other's"), strict=True)):
@@ -194,7 +201,15 @@ def _pairs(before: ModelSpec, after: ModelSpec, layers: _Pairs | None, notes: li
 
 
 def _bin(first: int, last: int, here: Tensor, comparison: PositionComparison, targets: Tensor | None) -> DamageBin:
-    """Return the comparison at the positions where `here` is true. `targets` is None if the input is not text."""
+    """Return the comparison at the positions for which the boolean tensor `here` is true.
+
+    Args:
+        first: the first position, for the record.
+        last: the last position, for the record.
+        here: the compared positions, (N,).
+        comparison: the comparison at all N positions.
+        targets: the true next tokens; None if the input is not text, so that there is no perplexity.
+    """
     perplexities = () if targets is None else (perplexity(comparison.before[here]), perplexity(comparison.after[here]))
     kl, top1 = comparison.kl[here].mean().item(), comparison.agree[here].double().mean().item()
     return DamageBin(first, last, int(here.sum()), kl, top1, *perplexities)
@@ -206,9 +221,9 @@ _BLOCK = "whole block"
 
 
 class _Both:
-    """Both models, the batches that they run on, and files with the residual stream after each block.
+    """The original and the changed model, their input batches, and files with their hidden states after each block.
 
-    The batches have no padding, and their names are numbers. They exist in the old and in the new vocabulary.
+    The batches have no padding. Each has a version for the original's vocabulary and one for the changed model's.
     """
 
     def __init__(
@@ -248,11 +263,14 @@ class _Both:
         """The positions that are compared by layer."""
 
     def within(self, edges: tuple[int, int]) -> Tensor:
-        """Return which positions are in the bin from the first to the last of `edges`, as a boolean tensor."""
+        """Return a mask of the positions from the first to the last of `edges` (both included)."""
         return (self.positions >= edges[0]) & (self.positions <= edges[1])
 
     def run(self, say: Callable[[str], None]) -> PositionComparison:
-        """Run both models unchanged, store their residual streams, and compare the logits."""
+        """Run both models, store their hidden states after each block, and compare the logits.
+
+        `say` is called with the name of each step.
+        """
         final, batches = [], (self.batches, self.renamed)
         for tree, stored, inputs_, name in zip(self.trees, self.stored, batches, ("original", "other"), strict=True):
             say(f"the {name}")
@@ -277,17 +295,19 @@ class _Both:
         return torch.cat([(output if output.ndim == 3 else output.movedim(0, 2)).flatten(0, 1) for output in outputs])
 
     def ended(self, first: Tensor, second: Tensor, targets: Tensor | None = None) -> PositionComparison:
-        """Compare the logits that the last norm and head of each model give for its residual stream, `first` or
-        `second`.
+        """Compare the logits of both models if their hidden states after the last layer were `first` and `second`.
 
-        Only the positions in `self.rows` are compared.
+        Each model applies its own last norm and head. Only the positions in `self.rows` are compared.
         """
         with torch.inference_mode():
             a, b = (end(x[self.rows].to(self.dtype)) for end, x in zip(self.ends, (first, second), strict=True))
         return compare_heads(*self.trees, (a, b), tokens=self.tokens, targets=targets)
 
     def lens(self, before: int, after: int) -> LayerDamage:
-        """Compare the predictions that both models would make if they ended after these layers (the logit lens)."""
+        """Compare the predictions that both models would make if they ended after these layers (the logit lens).
+
+        `before` is the layer of the original, and `after` the corresponding layer of the changed model.
+        """
         streams = self.stream(0, before), self.stream(1, after)
         targets = None if self.targets is None else self.targets[self.rows]
         comparison = self.ended(*streams, targets)
@@ -297,10 +317,10 @@ class _Both:
         return LayerDamage(before, after, _relative(*streams), whole.kl, whole.top1, by_bin, whole.before, whole.after)
 
     def own(self, pairs: _Pairs) -> dict[tuple[str, int | None], float]:
-        """Return how much the output of each component differs by itself.
+        """Return how much the output of each component differs by itself, by label and layer.
 
-        The changed model runs with the input of each block replaced by the original's, so earlier differences do not
-        count.
+        The value is the difference relative to the original's output. The changed model gets the original's hidden
+        states as the input of each block, so differences of earlier blocks do not count.
         """
         squares: dict[str, tuple[float, float]] = {}
         specs = [tree.spec for tree in self.trees]
@@ -315,7 +335,9 @@ class _Both:
         with closing(KeptStates()) as original_outputs:
 
             def added(path: str, input_: Tensor, output: Tensor) -> Tensor:
-                """Return a module's contribution to the residual stream; a block's output includes its input."""
+                """Return what a module adds to the residual stream. A block's output includes its input, which is
+                subtracted.
+                """
                 return (output - input_).double() if path.count(".") == 1 else output.double()
 
             def store_output(path: str, input_: Tensor, output: Tensor) -> None:
@@ -340,7 +362,7 @@ class _Both:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Two modules, one of each model, whose outputs are compared."""
+    """Two corresponding modules, one of each model, whose outputs are compared."""
 
     label: str
     layer: int  # the layer of the changed model
@@ -349,10 +371,10 @@ class _Slice:
 
 
 def _parts(before: tuple[Block, int], after: tuple[Block, int]) -> Iterator[_Slice]:
-    """Yield the mixers of two corresponding blocks in the order of computation, and then the whole blocks.
+    """Yield the pairs of mixers of two corresponding blocks in the order of computation, and then the two blocks.
 
-    Mixers of the same name ("attention", "feed_forward") are compared. The remaining ones are paired in order, because
-    a swap may replace an attention by a recurrence. `before` and `after` are blocks with their layer numbers.
+    Mixers of the same name ("attention", "feed_forward") form a pair. The remaining ones are paired in order, because a
+    swap may replace an attention by a recurrence. `before` and `after` are blocks with their layer numbers.
     """
     slots, changed_slots = ([sublayer.mixer.slot for sublayer in block.sublayers] for block, _ in (before, after))
     partners = {slot: slot for slot in changed_slots if slot in slots}
@@ -366,7 +388,10 @@ def _parts(before: tuple[Block, int], after: tuple[Block, int]) -> Iterator[_Sli
 
 
 def _end(tree: Tree, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a function that turns the residual stream after the last layer into the head's input, (N, hidden)."""
+    """Return a function that maps the residual stream after the last layer to the input of the head, (N, hidden).
+
+    It applies the last norm. If the model has several residual streams, it joins them first.
+    """
     norm: Callable[[Tensor], Tensor] = final_norm(tree, dtype)
     if tree.spec.joined is None:
         return norm
@@ -388,9 +413,9 @@ def _relative(a: Tensor, b: Tensor) -> float | None:
 
 
 def _other_basis(before: ModelSpec, after: ModelSpec, tables: float | None) -> str | None:
-    """Return the reason why the hidden states of two trees cannot be compared element by element; None if they can.
+    """Return the reason why two models' hidden states cannot be compared element by element; None if they can.
 
-    `tables` is the relative difference of their embeddings; None if the widths differ.
+    `tables` is the relative difference of their embeddings, or None if the hidden sizes differ.
     """
     if tables is None:
         return f"the hidden sizes differ, {before.hidden_size} and {after.hidden_size}"

@@ -1,8 +1,8 @@
-"""Compare two checkpoints tensor by tensor, under the names that all formats share.
+"""Compare two checkpoints tensor by tensor.
 
-The formats may differ: tensors that one format fuses are compared part by part, and transposed ones in their shared
-orientation. Several threads read some rows at a time, so that memory does not grow with the checkpoint. This module
-does not use torch.
+The checkpoints may have different formats, because the comparison uses gptkit's parameter names and orientation: fused
+tensors are split, and transposed ones are transposed back. Several threads read some rows at a time, so the memory does
+not grow with the checkpoint. This module does not use torch.
 """
 
 import math
@@ -84,7 +84,10 @@ def diff(
 
 
 class _DiffJob(NamedTuple):
-    """The leaves of both sides that share tensors, and so have to be read and compared together."""
+    """Checkpoint tensors of A and B that have to be read together, because they store the same parameters.
+
+    For example, a fused QKV tensor of A is read with the q, k and v tensors of B.
+    """
 
     leaves: tuple[list[BoundLeaf], list[BoundLeaf]]
     memory: int  # the bytes of memory that reading them takes
@@ -92,7 +95,7 @@ class _DiffJob(NamedTuple):
 
 
 class _Comparison:
-    """The state of one comparison that its threads share."""
+    """A running comparison of two checkpoints. Its threads share this state."""
 
     def __init__(
         self, a: TensorFiles, b: TensorFiles, rank: bool, progress: Callable[[int, int], None] | None, workers: int
@@ -112,15 +115,16 @@ class _Comparison:
         self.mapped = 0
 
     def run(self) -> list[TensorDiff]:
-        """Return all tensors, in any order; the first error stops all threads."""
+        """Compare all tensors and return the results, in any order. The first error stops all threads."""
         self.scheduler.run(self.jobs, self._compare)
         for side in self.sides:
             side.release()
         return self.compared
 
     def _jobs(self) -> list[_DiffJob]:
-        """Return the jobs, in the order of A's tensors. Each is as small as possible, so that threads can share the
-        work.
+        """Return the jobs of the comparison, in the order of A's tensors.
+
+        A job has as few tensors as possible, so that threads can share the work.
         """
         leaves = [(side, leaf) for side in (0, 1) for leaf in self.sides[side].leaves]
         at = {(side, name): index for index, (side, leaf) in enumerate(leaves) for name in leaf.shared}
@@ -133,7 +137,7 @@ class _Comparison:
         return [self._job([leaves[index] for index in group]) for group in groups]
 
     def _job(self, leaves: Sequence[tuple[int, BoundLeaf]]) -> _DiffJob:
-        """Return the job for these leaves, each with its side (0 for A, 1 for B)."""
+        """Return one job for these checkpoint tensors, each given with its side (0 for A, 1 for B)."""
         nbytes = memory = 0
         for side, leaf in leaves:
             size = self.sides[side].nbytes_of(leaf)
@@ -154,7 +158,7 @@ class _Comparison:
                 self.progress(job.nbytes, self.total)
 
     def _tensors(self, job: _DiffJob) -> list[TensorDiff]:
-        """Return the comparison of every tensor of a job."""
+        """Compare every parameter that a job's checkpoint tensors store."""
         names = [name for leaves in job.leaves for leaf in leaves for name in leaf.shared]
         if self._is_same_leaf(job):
             sizes = {name: math.prod(self.parameters[0][name].shape) for name in names}
@@ -171,9 +175,10 @@ class _Comparison:
         return compared
 
     def _is_same_leaf(self, job: _DiffJob) -> bool:
-        """Return whether the job is one leaf on each side, with the same layout and bytes.
+        """Return whether the job has one checkpoint tensor on each side, stored in the same way and with the same
+        bytes.
 
-        Its tensors then need no further comparison.
+        The parameters in them then need no further comparison.
         """
         if any(len(leaves) != 1 for leaves in job.leaves):
             return False
@@ -198,7 +203,10 @@ class _Comparison:
         return True
 
     def _figures(self, name: str, a: tuple[Array, str] | None, b: tuple[Array, str] | None) -> TensorFigures | None:
-        """Return the figures of two tensors; None if one is missing or their shapes cannot be compared."""
+        """Return the comparison of two tensors; None if one is missing or their shapes cannot be compared.
+
+        Tables such as the embedding may have different numbers of rows: the rows that both have are compared.
+        """
         if a is None or b is None:
             return None
         x, y = a[0], b[0]
@@ -211,7 +219,7 @@ class _Comparison:
         return compare_tensors(x, a[1], y, b[1], rank=rank, pause=self._pause)
 
     def _tensor_diff(self, name: str, figures: TensorFigures | None) -> TensorDiff:
-        """Return the record of one tensor."""
+        """Return the record of one tensor, given the comparison of its values (None if they were not compared)."""
         a, b = (parameters.get(name) for parameters in self.parameters)
         parameter = a or b
         assert parameter is not None
@@ -230,7 +238,10 @@ class _Comparison:
         )
 
     def _pause(self, nbytes: int) -> None:
-        """Raise StoppedError if another thread has failed. Release the pages that were read if there are many."""
+        """Stop this thread (raise StoppedError) if another one has failed, and from time to time release mapped pages.
+
+        `nbytes` is the number of bytes that were read since the last call.
+        """
         self.scheduler.check()
         self.mapped += nbytes  # without a lock, because a few lost counts do no harm
         if self.mapped > _MAPPED_BYTES:
@@ -240,9 +251,9 @@ class _Comparison:
 
 
 def _by_names(side: TensorFiles) -> TensorFiles:
-    """Return a checkpoint with every tensor under its name in the files, for a comparison by these names.
+    """Return a checkpoint whose tensors all have their names in the files, for models that gptkit does not know.
 
-    Tensors without a numeric type (booleans, four bits) are compared as bytes.
+    Booleans and four-bit values are compared as bytes.
     """
     weights = side._weights.numeric()
     leaves = own_leaves((name, shape) for name, (_, shape) in weights.info.items())
@@ -255,9 +266,9 @@ def _is_tied(side: TensorFiles) -> bool:
 
 
 def _parameters(checkpoint: TensorFiles) -> list[Parameter]:
-    """Return the parameters in the tree's order, and after them the tensors that have no place in the tree.
+    """Return all parameters in the order of computation, and after them the tensors that belong to no known component.
 
-    The layer of the latter is the first number in their name.
+    The layer of the latter tensors is the first number in their name.
     """
     if not isinstance(checkpoint, Checkpoint):
         return list(by_names((leaf.checkpoint, leaf.shape) for leaf in checkpoint.leaves))
@@ -271,7 +282,14 @@ def _parameters(checkpoint: TensorFiles) -> list[Parameter]:
 
 
 def _status(a: Parameter | None, b: Parameter | None, figures: TensorFigures | None, one_dtype: bool) -> Status:
-    """Return the status of a tensor from its parameters on both sides and its figures."""
+    """Return the status of a tensor: "same", "changed", "only_a" and so on.
+
+    Args:
+        a: the parameter in A; None if A does not have it.
+        b: the parameter in B; None if B does not have it.
+        figures: the comparison of the values, which is needed if the shapes are equal.
+        one_dtype: whether both sides are stored in the same dtype.
+    """
     if a is None or b is None:
         return "only_b" if a is None else "only_a"
     if a.shape != b.shape:
@@ -283,7 +301,9 @@ def _status(a: Parameter | None, b: Parameter | None, figures: TensorFigures | N
 
 
 def _order(a: Sequence[Parameter], b: Sequence[Parameter]) -> Callable[[TensorDiff], tuple[int, int]]:
-    """Return a sort key for A's order of computation. A tensor that only B has follows its predecessor in B."""
+    """Return a sort key for the order of tensors in A. A tensor that only B has comes after the one that precedes it in
+    B.
+    """
     places = {parameter.name: (index, 0) for index, parameter in enumerate(a)}
     last = -1
     for number, parameter in enumerate(b, 1):
@@ -295,7 +315,7 @@ def _order(a: Sequence[Parameter], b: Sequence[Parameter]) -> Callable[[TensorDi
 
 
 def _notes(a: TensorFiles, b: TensorFiles, tree: Sequence[TreeChange]) -> list[str]:
-    """Return notes that the user needs to interpret the figures."""
+    """Return notes that help the user to interpret the figures, such as that RoPE rotates other pairs of dimensions."""
     notes = []
     family_a, family_b = (side.origin.family for side in (a, b))
     if None not in (family_a, family_b) and family_a != family_b:

@@ -1,11 +1,12 @@
 """Compute the rank of a change Δ = B - A between two matrices that are read a few rows at a time.
 
-This is a randomised range finder (Halko, Martinsson, Tropp 0909.4061, §4.1) over rows: Y = ΔᵀΨ for a random Ψ with few
-columns, and Q an orthonormal basis of Y. A second pass computes ΔQ, whose largest singular values are those of Δ. For a
-narrow matrix ΔᵀΔ itself is summed. The memory is always smaller than the matrix.
+This is a randomised range finder (Halko, Martinsson, Tropp 0909.4061, §4.1) over rows. The first pass computes the
+sketch Y = ΔᵀΨ, for a random Ψ with few columns. Q is an orthonormal basis of Y. The second pass computes ΔQ, whose
+largest singular values are those of Δ. For a narrow matrix, one pass sums ΔᵀΔ instead. The memory used is always
+smaller than the matrix.
 
-Rounding has full rank: a rank-8 update of bf16 weights has 8 large singular values, and all others are small. Only
-singular values above a bound, the floor, count. Stored values have errors of up to half an ulp, so the floor is the
+Rounding errors have full rank: a rank-8 update of bf16 weights has 8 large singular values and many small ones. So only
+singular values above a bound, the floor, are counted. Stored values have errors of up to half an ulp. The floor is the
 largest singular value of a matrix with independent entries of variance ulp²/12. It is about the largest row norm plus
 the largest column norm (Bandeira, van Handel 1408.6185).
 """
@@ -40,7 +41,7 @@ _MEAN_SQUARE = 3 / (8 * math.log(2))
 
 @dataclass(frozen=True)
 class Rank:
-    """The rank of a change, from its singular values."""
+    """The rank of the change between two matrices, computed from its singular values."""
 
     rank: int  # the number of singular values above rounding; `limit` if there are more
     of: int  # the largest possible rank
@@ -51,49 +52,48 @@ class Rank:
 
     @property
     def full(self) -> bool:
-        """Return whether the change has the full rank of the matrix."""
+        """Return whether the change has the largest rank that a matrix of this shape can have."""
         return not self.more and self.rank == self.of
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The largest effect that rounding may have on the difference of two matrices A and B.
+    """How much rounding alone may contribute to the difference of two matrices A and B.
 
-    `rows` and `columns` are the sums of a² + b² over every row and column.
+    Attributes:
+        rows: the sum of a² + b² over every row. columns: the sum of a² + b² over every column.
     """
 
     rows: Array
     columns: Array
 
     def of(self, dtype: str) -> float:
-        """Return the largest singular value of the difference that rounding both sides to `dtype` may cause."""
+        """Return the largest singular value of B - A that rounding A and B to `dtype` may cause."""
         factor, least = self._variance(dtype), _SUBNORMAL[dtype] / math.sqrt(12)
         spread = math.sqrt(self.rows.max(initial=0.0)) + math.sqrt(self.columns.max(initial=0.0))
         corner = math.sqrt(len(self.rows)) + math.sqrt(len(self.columns))
         return _MARGIN * (math.sqrt(factor) * spread + least * corner)
 
     def energy(self, dtype: str) -> float:
-        """Return the expected squared Frobenius norm of the rounding errors of one side."""
+        """Return the expected squared Frobenius norm of the rounding errors of one of the two matrices."""
         return self._variance(dtype) * float(self.rows.sum()) / 2
 
     def sketched(self, dtype: str, width: int) -> float:
-        """Return the largest singular value that rounding may cause after a product with a random matrix of `width`
-        columns.
-        """
+        """Return the largest singular value that rounding may cause in the sketch ΔᵀΨ, if Ψ has `width` columns."""
         norm, least = math.sqrt(self._variance(dtype)), _SUBNORMAL[dtype] / math.sqrt(12)
         whole = norm * math.sqrt(self.rows.sum()) + least * math.sqrt(len(self.rows) * len(self.columns))
         return _MARGIN * (whole + self.of(dtype) * math.sqrt(width))
 
     @staticmethod
     def _variance(dtype: str) -> float:
-        """Return the variance of the rounding error of a value, divided by the value's square."""
+        """Return the variance of the rounding error of a value x, divided by x²."""
         return _MEAN_SQUARE * EPS[dtype] ** 2 / 12
 
 
 class _Products:
-    """A buffer for the rows of a change. When it is full, its rows are multiplied and added to `total`.
+    """One pass over the rows of a change. Rows are collected in a buffer, which is multiplied at once when it is full.
 
-    Rows of zeros may be left out.
+    The product is added to `total`. Rows of zeros do not change it and may be left out.
     """
 
     total: Array
@@ -112,7 +112,7 @@ class _Products:
                 self.finish()
 
     def finish(self) -> None:
-        """Multiply the rows in the buffer."""
+        """Multiply the rows that are still in the buffer."""
         if self._filled:
             self._multiply(self._buffer[: self._filled])
         self._filled = 0
@@ -121,16 +121,21 @@ class _Products:
         raise NotImplementedError
 
     def values(self) -> Array:
-        """Return the singular values in descending order. They are the square roots of the eigenvalues of `total`."""
+        """Return the singular values of the change in descending order: the square roots of the
+        eigenvalues of `total`.
+        """
         values: Array = np.sqrt(np.clip(np.linalg.eigvalsh(self.total)[::-1], 0.0, None))
         return values
 
 
 class Sketch(_Products):
-    """The first pass over a change: ΔᵀΨ, or ΔᵀΔ for a narrow matrix."""
+    """The first pass over a change Δ. It computes the sketch ΔᵀΨ with a random Ψ, or ΔᵀΔ if Δ has few columns."""
 
     def __init__(self, rows: int, columns: int, dtype: str) -> None:
-        """Create the sketch; `dtype` is "float64", or "float32" for a coarse change at twice the speed."""
+        """Create the sketch of a matrix with this number of rows and columns.
+
+        `dtype` is the dtype to compute in: "float64", or "float32" at twice the speed if A and B are bf16 or fp16.
+        """
         self.direct = columns <= _NARROW
         super().__init__(columns, "float64" if self.direct else dtype)
         self.rows, self.columns, self.width = rows, columns, min(LIMIT + _OVERSAMPLING, rows, columns)
@@ -146,14 +151,16 @@ class Sketch(_Products):
 
     @property
     def spectrum(self) -> Array | None:
-        """Return the singular values in descending order for a narrow matrix; None if a second pass is needed."""
+        """Return the singular values of a matrix with few columns, in descending order; None if a second pass is
+        needed.
+        """
         return self.values()[: min(self.rows, self.columns)] if self.direct else None
 
     def surely_more(self, floor: Floor, dtype: str) -> bool:
         """Return whether the rank is certainly above LIMIT, so that no second pass is needed.
 
-        More than LIMIT directions must be above rounding, and the smaller half of them must matter for the squared
-        norm.
+        This requires more than LIMIT singular values above the effect of rounding. The smaller half of the values must
+        also have a considerable part of the squared norm.
         """
         if self.direct or self.width <= LIMIT:
             return False
@@ -164,7 +171,9 @@ class Sketch(_Products):
 
 
 class Projection(_Products):
-    """The second pass: the change is multiplied by an orthonormal basis of the sketch, (columns, width)."""
+    """The second pass over a change Δ. It computes QᵀΔᵀΔQ for an orthonormal basis Q of the sketch,
+    (columns, width).
+    """
 
     def __init__(self, basis: Array, dtype: str) -> None:
         super().__init__(len(basis), dtype)
@@ -177,15 +186,15 @@ class Projection(_Products):
 
 
 def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]) -> Rank:
-    """Return the rank of a change without rounding.
+    """Return the rank of a change, without the effect of rounding.
 
     Args:
         spectrum: the largest singular values of the change, in descending order.
         energy: the squared Frobenius norm of the change.
         floor: the effect of rounding.
-        grids: for each side, the narrowest dtype that can represent its values. If they differ, either the coarser
-            side was rounded to its dtype, or both had this dtype before one of them changed. The energy outside of the
-            counted values decides between the two.
+        grids: for A and for B, the narrowest dtype that can represent its values. If the two differ, either the matrix
+            with the coarser dtype was rounded to it, or both had this dtype before one of them was changed. The part of
+            `energy` outside of the counted singular values decides between the two.
     """
     of = min(len(floor.rows), len(floor.columns))
     limit = min(LIMIT, of)
@@ -203,10 +212,10 @@ def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]
 
 
 def _count(spectrum: Array, floor: float) -> int:
-    """Return the number of singular values above the floor that belong to the change itself.
+    """Return the number of singular values above the floor that do not come from rounding.
 
-    A strong change of rank 1 or 2 has correlated rounding errors, which may add a few values up to twice the floor.
-    These follow a gap in the spectrum, and are not counted.
+    The rounding errors of a strong change of rank 1 or 2 are correlated, and may add a few values of up to twice the
+    floor. These values follow a large gap, and are not counted.
     """
     count = int((spectrum > max(floor, _RESOLUTION * float(spectrum.max(initial=0.0)))).sum())
     for at in range(1, count):

@@ -1,11 +1,13 @@
-"""Make the mistakes that people make when they port a model, as changes of a tree and its weights.
+"""Make the mistakes that people make when they implement a model, as changes of its component tree or weights.
 
-Each mutation makes one mistake in all layers, as a wrong line of a weight map or a forgotten field would. `applicable`
-leaves out mutations without an effect on the tree (no bias to drop, no window to ignore). A component's record declares
-the mistakes that concern only it (`slips`, `disorder`, `misread`, `forgotten`, `usual`). This module adds those that
-involve several components, and the inverse of each mistake. An inverse that does not need the correct model is a repair
-to try. Mistakes of code (such as RoPE on queries alone) cannot be written as weights or as a tree of a checkpoint, so
-this module has special position kinds that make them.
+`verify` uses them to test itself, and to find the cause of a difference. A mutation makes one mistake in all layers, as
+a wrong line of a weight map or a forgotten field would. `applicable` leaves out mutations without an effect on the
+model (no bias to drop, no window to ignore). A component's class declares the mistakes that concern only it (`slips`,
+`disorder`, `misread`, `forgotten`, `usual`). This module adds those that involve several components, and the inverse of
+each mistake. An inverse is tried as a repair, unless it needs values that only the correct model has.
+
+Some mistakes can only be made in code, such as RoPE on queries alone: no weights and no config describe them. For
+these, this module has components that compute wrongly.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,7 +40,7 @@ _BACK = ", the other way round"
 
 @dataclass(frozen=True)
 class Mutation:
-    """One deliberate mistake."""
+    """One deliberate mistake, made in a model's component tree or weights, and the repair of this mistake."""
 
     name: str  # the mistake in words
     repair: str  # the repair in words, for a diagnosis
@@ -47,14 +49,14 @@ class Mutation:
     in_code: bool = False  # whether no checkpoint can contain it, so that there is nothing to repair in one
 
     def mend(self, spec: ModelSpec, weights: Weights) -> Mutant | None:
-        """Apply the repair to a tree and its weights. Return None if it is not possible."""
+        """Apply the repair. Return the repaired component tree and weights, or None if it is not possible."""
         return (self.undo or self.apply)(spec, weights)
 
 
 def applicable(
     spec: ModelSpec, weights: Weights, wanted: Callable[[str], bool] = lambda _: True
 ) -> Iterator[tuple[Mutation, Mutant]]:
-    """Yield the mutations that change this tree or these weights, each with the changed tree and weights.
+    """Yield the mutations that have an effect on this model, each with the changed component tree and weights.
 
     `wanted` selects mutations by name.
     """
@@ -65,10 +67,11 @@ def applicable(
 
 
 def of_ports(spec: ModelSpec) -> list[tuple[str, Apply]]:
-    """Return every mistake that a port may have made, by name.
+    """Return every mistake that a user's implementation of this model may contain: its name, and a function that makes
+    it.
 
-    These are wrong values that are common in ports, mistakes of code, the mutations, and the inverses of mutations. If
-    two have the same effect, the simpler one comes first.
+    These are wrong values that are common in other models, mistakes of code, the mutations, and the inverses of
+    mutations. If two mistakes have the same effect, the simpler one comes first.
     """
     mistakes = [(words, _valued(fields)) for words, fields in _mistaken_fields(usual=True).items()]
     mistakes += [(name, _slipped(name)) for name in _IN_PORTS]
@@ -79,20 +82,21 @@ def of_ports(spec: ModelSpec) -> list[tuple[str, Apply]]:
 
 
 def mutated(apply: Apply, spec: ModelSpec, weights: Weights) -> Mutant | None:
-    """Make a mistake in a tree and its weights; return None if it changes nothing."""
+    """Make a mistake in a model. Return the changed component tree and weights, or None if nothing changes."""
     mutant = apply(spec, weights)
     return None if mutant is None or not _changed(spec, weights, mutant) else mutant
 
 
 def _changed(spec: ModelSpec, weights: Weights, mutant: Mutant) -> bool:
-    """Return whether a mutant differs from the tree and its weights."""
+    """Return whether a mutated model differs from the original component tree and weights."""
     return mutant[0] != spec or any(not torch.equal(weights[name], tensor) for name, tensor in mutant[1].items())
 
 
 def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> Apply:
-    """Return a mistake that exchanges two modules, for all `pairs` of names that exist in a tree.
+    """Return a mistake that exchanges the weights and biases of two modules, for several pairs of modules.
 
-    If their sizes differ (grouped heads), only the rows that both have are exchanged.
+    `pairs` returns the modules' names. Pairs that the model does not have are skipped. If the sizes differ (grouped
+    heads), only the rows that both have are exchanged.
     """
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
@@ -109,12 +113,12 @@ def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> Apply
 
 
 def _projections(first: str, second: str) -> Apply:
-    """Return a mistake that exchanges two projections in every component that has both."""
+    """Return a mistake that exchanges two projections ("q_proj" and "k_proj") in every component that has both."""
     return _exchanged(lambda spec: [(f"{path}.{first}", f"{path}.{second}") for path, _ in spec.nodes()])
 
 
 def _two_norms(spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Yield the names of the first two norms that precede sub-layers, for each layer that has two."""
+    """Yield, for each layer with at least two pre-norms, the names of the first two."""
     for layer, block in enumerate(spec.blocks):
         norms = [f"blocks.{layer}.{part.mixer.slot}_norm" for part in block.sublayers if part.norm is not None]
         if len(norms) > 1:
@@ -122,7 +126,7 @@ def _two_norms(spec: ModelSpec) -> Iterator[tuple[str, str]]:
 
 
 def _other_layer(spec: ModelSpec, weights: Weights) -> Mutant | None:
-    """Exchange the first layer's matrix that writes to the residual stream with the next such matrix."""
+    """Exchange an output projection of the first layer with the same projection of the next layer that has it."""
     names: dict[str, list[str]] = {}
     for parameter in spec.parameters():
         if parameter.layer is not None and parameter.role == "writes":
@@ -134,7 +138,7 @@ def _other_layer(spec: ModelSpec, weights: Weights) -> Mutant | None:
 
 
 def _square_transposed(spec: ModelSpec, weights: Weights) -> Mutant:
-    """Transpose attention's square output projections."""
+    """Transpose the output projections of attention that are square."""
     new = dict(weights)
     for parameter in spec.parameters():
         rows, *columns = parameter.shape
@@ -147,9 +151,9 @@ _disorder = lru_cache(maxsize=64)(lambda node: node.disorder())
 
 
 def _disordered(name: str, back: bool = False) -> Apply:
-    """Return a mistake that reorders rows as components declare under `name`; `back` undoes it.
+    """Return a mistake that permutes the rows of weights, or the columns of output projections.
 
-    Of projections that write to the residual stream, the columns are reordered.
+    The components declare the permutation under `name` (`Component.disorder`). With `back`, the inverse is applied.
     """
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
@@ -170,7 +174,7 @@ def _disordered(name: str, back: bool = False) -> Apply:
 
 
 def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
-    """Replace the tied head by random values, as a class does that forgets to tie the head."""
+    """Give a tied head random weights of its own, as an implementation does that forgets to tie the head."""
     if spec.head is None or not spec.head.tied:
         return None
     table = weights["embedding.weight"]
@@ -180,8 +184,9 @@ def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
 
 
 def _slipped(name: str) -> Apply:
-    """Return a mistake that applies the slip `name` of components (`Component.slips`). Weights without a place are
-    dropped.
+    """Return a mistake that sets a component's field to a wrong value, as components declare under `name`.
+
+    See `Component.slips`. Weights that the changed model does not have are dropped.
     """
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
@@ -193,7 +198,9 @@ def _slipped(name: str) -> Apply:
 
 
 def _misread(name: str) -> Apply:
-    """Return a mistake that misreads parameters as components declare under `name` (`Component.misread`)."""
+    """Return a mistake that reads parameters in a wrong way, as components declare under `name`
+    (`Component.misread`).
+    """
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
         new = dict(weights)
@@ -210,9 +217,9 @@ _OF_KINDS = ("window", "chunked", "position", "temperature", "q_norm", "k_norm",
 
 
 def _other_kinds(back: bool) -> Apply:
-    """Return a mistake that gives each attention the window and positions of the previous attention layer.
+    """Return a mistake that gives each attention layer the window and positions of the previous attention layer.
 
-    With `back`, it gives those of the next one.
+    With `back`, it gives those of the next attention layer.
     """
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
@@ -245,10 +252,10 @@ _Fields = dict[type[Component], tuple[str, Any]]  # a field and a value by kind
 
 
 def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:
-    """Return mistakes by name: the fields to set, by component class.
+    """Return mistakes of config fields by name: the field and its wrong value, by component class.
 
-    A mistake gives one field that changes the function its default value, or removes a bias. With `usual`, the values
-    are instead those that are common in other models, as the components declare them.
+    A mistake sets one field to its default value, as if it were forgotten, or removes a bias. With `usual`, the wrong
+    values are those that are common in other models, as the components declare them.
     """
     mistaken: dict[str, _Fields] = {}
     for kind in KINDS.values():
@@ -263,16 +270,14 @@ def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:
 
 
 def forgotten() -> list[Mutation]:
-    """Return the mistakes in which one field has its default value, except those in `MUTATIONS`."""
+    """Return the mutations that reset one field to its default value, except those in `MUTATIONS`."""
     known, mistaken = {mutation.name for mutation in MUTATIONS}, _mistaken_fields()
     names = {words: " or ".join(sorted({name for name, _ in fields.values()})) for words, fields in mistaken.items()}
     return [Mutation(w, f"the reference's {names[w]}", _valued(mistaken[w])) for w in mistaken if w not in known]
 
 
 def _declared(spec: ModelSpec) -> list[Mutation]:
-    """Return the mistakes that the components of this tree declare and that this module does not list, such as a
-    plugin's.
-    """
+    """Return the mutations that components of this model declare and `MUTATIONS` does not list, such as a plugin's."""
     nodes = dict.fromkeys(spec.components())
     makers = {name: _slipped for node in nodes for name in node.slips() if not name.endswith(_BACK)}
     makers |= {name: _disordered for node in nodes for name in _disorder(node)}
@@ -282,14 +287,14 @@ def _declared(spec: ModelSpec) -> list[Mutation]:
 
 
 def _forgotten(words: str) -> Apply:
-    """Return a mistake that forgets a field. `words` is its name in `_mistaken_fields`."""
+    """Return a mistake that resets a field to its default value. `words` is its name in `_mistaken_fields`."""
     return lambda spec, weights: _valued(_mistaken_fields()[words])(spec, weights)
 
 
 def _valued(fields: _Fields) -> Apply:
-    """Return a mistake that sets fields to other values.
+    """Return a mistake that sets fields of components to other values.
 
-    It returns None for a tree with which this is not possible, or which then needs other weights.
+    The mistake returns None if the model cannot have these values, or would need additional weights or other shapes.
     """
 
     def change(node: Any, _: str) -> Any:
@@ -318,7 +323,7 @@ def _valued(fields: _Fields) -> Apply:
 
 
 class _MistakenRotary(Rotary, frozen=True, kw_only=True):
-    """Rotary positions that code applies to queries or to keys alone, or without rotate_half's minus."""
+    """Rotary positions with a mistake: applied to queries or keys only, or without the minus of rotate_half."""
 
     mistake: Literal["queries", "keys", "added"]
 
@@ -328,7 +333,7 @@ del KINDS[_MistakenRotary.__name__]  # no file can contain it
 
 @computes(_MistakenRotary)
 class _MistakenTurn(RotaryTurn):
-    """The rotation of `_MistakenRotary`."""
+    """The torch computation of `_MistakenRotary`."""
 
     @staticmethod
     def both(rotary: _MistakenRotary, q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
@@ -344,7 +349,7 @@ class _MistakenTurn(RotaryTurn):
 
 
 class _MistakenMixture(MixtureOfExperts, frozen=True, kw_only=True):
-    """A mixture of experts that multiplies by scores with the bias that is only meant for choosing experts."""
+    """A mixture of experts that makes a mistake: the bias for choosing experts is also used in the routing weights."""
 
 
 del KINDS[_MistakenMixture.__name__]
@@ -352,15 +357,15 @@ del KINDS[_MistakenMixture.__name__]
 
 @computes(_MistakenMixture)
 class _MistakenRouting(MixtureOfExpertsModule):
-    """The routing of `_MistakenMixture`."""
+    """The torch module of `_MistakenMixture`."""
 
     def weighing(self, scores: Tensor) -> Tensor:
-        """Return the routing weights."""
+        """Return the scores from which routing weights are computed, wrongly with the bias for choosing experts."""
         return scores if self.choice is None else self.choice(scores)
 
 
 def _choice_weighs(spec: ModelSpec, weights: Weights) -> Mutant:
-    """Add the bias that is only meant for choosing experts to the routing weights as well."""
+    """Make the mistake of `_MistakenMixture` in all mixtures of experts that have such a bias."""
 
     def change(node: Any, _: str) -> Any:
         fields = {name: getattr(node, name) for name in MixtureOfExperts.__struct_fields__ if hasattr(node, name)}
@@ -370,7 +375,9 @@ def _choice_weighs(spec: ModelSpec, weights: Weights) -> Mutant:
 
 
 class _MistakenCross(CrossAttention, frozen=True, kw_only=True):
-    """A cross-attention with keys and values from the decoder's own text."""
+    """A cross-attention that makes a mistake: keys and values come from the decoder's text, not the
+    encoder's output.
+    """
 
 
 del KINDS[_MistakenCross.__name__]
@@ -378,7 +385,7 @@ del KINDS[_MistakenCross.__name__]
 
 @computes(_MistakenCross)
 class _MistakenSource(CrossAttentionModule):
-    """The module of `_MistakenCross`."""
+    """The torch module of `_MistakenCross`."""
 
     def source(self, x: Tensor, context: Context) -> Tensor:  # noqa: ARG002
         """Return the decoder's hidden states instead of the encoder's."""
@@ -386,7 +393,7 @@ class _MistakenSource(CrossAttentionModule):
 
 
 def _own_keys(spec: ModelSpec, weights: Weights) -> Mutant | None:
-    """Compute the keys of cross-attention from the decoder's own text."""
+    """Make the mistake of `_MistakenCross` in all cross-attentions. Return None if the model has no encoder."""
 
     def change(node: Any, _: str) -> Any:
         if getattr(node, "slot", "") != CrossAttention.slot:
@@ -397,7 +404,7 @@ def _own_keys(spec: ModelSpec, weights: Weights) -> Mutant | None:
 
 
 def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
-    """Make a rotary mistake that only code can make."""
+    """Return a function that makes the mistake of `_MistakenRotary` in all attentions with rotary positions."""
 
     def change(node: Any, _: str) -> Any:
         if "no RoPE" not in node.slips():  # an attention that turns queries and keys
@@ -409,19 +416,25 @@ def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
 
 
 def _once(make: Callable[[str], Apply], name: str, repair: str) -> Mutation:
-    """Return a mutation that undoes itself when it is applied again."""
+    """Return a mutation that is its own inverse. `make` gets the name and returns the function that
+    makes the mistake.
+    """
     return Mutation(name, repair, make(name))
 
 
 def _both_ways(name: str, repair: str, inverse: str = "") -> Mutation:
-    """Return a mutation that is a declared slip. Its inverse, `inverse`, is a declared slip too."""
+    """Return a mutation that sets a declared wrong value (`Component.slips`).
+
+    Its inverse is the declared wrong value with the name `inverse`, or by default with the words "the other way round".
+    """
     return Mutation(name, repair, _slipped(name), _slipped(inverse or name + _BACK))
 
 
 def _reordered(name: str, repair: str, disorder: str = "", back: bool = False) -> Mutation:
-    """Return a mutation that reorders rows, and its inverse.
+    """Return a mutation that permutes rows of weights, with its inverse.
 
-    `disorder` is the name under which components declare the order, if it is not `name`.
+    Components declare the permutation under `disorder`, or under `name` by default. With `back`, the mistake is the
+    inverse permutation.
     """
     return Mutation(name, repair, _disordered(disorder or name, back), _disordered(disorder or name, not back))
 

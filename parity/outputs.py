@@ -1,4 +1,7 @@
-"""The model outputs that gptkit compares: logits, or hidden states and a pooled vector for a model without a head."""
+"""Compute the model outputs that gptkit compares.
+
+These are logits. A model without a head has hidden states and a pooled vector instead.
+"""
 
 from typing import Any
 
@@ -11,7 +14,10 @@ from .probe import ProbeBatch
 
 
 def computed_rightly(family: Architecture | None, batch: ProbeBatch) -> bool:
-    """Return whether transformers' class of a family computes a batch correctly; see `Architecture.wrong_batches`."""
+    """Return whether transformers' class of this model family computes a batch correctly.
+
+    The kinds of input that it computes wrongly are declared in `Architecture.wrong_batches`.
+    """
     wrong, mask = () if family is None else family.wrong_batches, batch.attention_mask
     texts, tokens = batch.input_ids.shape
     padded = mask is not None and not bool(mask[:, 0].all())
@@ -21,11 +27,11 @@ def computed_rightly(family: Architecture | None, batch: ProbeBatch) -> bool:
 def outputs_of(model: Any, batch: ProbeBatch) -> Tensor:
     """Return the logits (B, T, V) of transformers' model or of gptkit's.
 
-    Without a head, return the hidden states concatenated with the text's pooled vector, or with its first token's state
-    if there is no pooler: (B, T, 2 · hidden).
+    For a model without a head, return the hidden states of each token concatenated with the text's pooled vector, (B,
+    T, 2 · hidden). Without a pooler, the first token's hidden state takes the place of the pooled vector.
 
-    A model with an encoder reads the batch as its source, and the reversed batch as the decoder's text. So every logit
-    depends on both texts. Token ids are reduced modulo the size of each vocabulary.
+    For a model with an encoder and a decoder, the encoder reads the batch and the decoder reads the reversed batch, so
+    every logit depends on both texts. Token ids are reduced modulo the size of each vocabulary.
     """
     given: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     reversed_ids = batch.input_ids.flip(-1)
@@ -58,6 +64,9 @@ def outputs_of(model: Any, batch: ProbeBatch) -> Tensor:
 
 
 def with_pooled(states: Tensor, pooled: Tensor | None) -> Tensor:
-    """Return the hidden states concatenated with the text's pooled vector, or with its first token's state."""
+    """Return hidden states (B, T, hidden), each concatenated with the text's pooled vector, (B, hidden).
+
+    Without a pooled vector, the first token's hidden state takes its place.
+    """
     vector = states[:, 0] if pooled is None else pooled
     return torch.cat((states, vector[:, None].expand_as(states)), dim=-1)

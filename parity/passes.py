@@ -1,9 +1,10 @@
 """Run the forward passes of several batches together, so that each weight is read once for all of them.
 
-A model's own forward method runs unchanged, and hooks or modules in it call `ask` for the weights that they need. Each
-pass is a coroutine (a greenlet, because forward methods use plain calls) and stops at `ask`. Once all passes have
-stopped, gptkit serves the first place of the model at which a pass waits, and continues the passes that wait there.
-Passes may stop at different places: if no token of a batch is routed to an expert, its pass does not wait there.
+A model's own forward method runs unchanged. Hooks or modules in it call `ask` for the weights that they need. Each
+forward pass is a coroutine that pauses at `ask` (a greenlet, because forward methods are ordinary calls). When all
+passes have paused, gptkit provides the weights at the earliest place of the model at which a pass waits, and continues
+the passes that wait there. Passes may wait at different places: if no token of a batch is routed to an expert, its pass
+does not wait at this expert.
 """
 
 import ctypes
@@ -24,7 +25,12 @@ answer for each of them, and is closed once all of them have stopped again.
 
 
 class _Pass(greenlet):  # type: ignore[misc]
-    """One batch's forward pass: the place where it waits, the value that it sends or receives there, and its result."""
+    """The forward pass of one batch, as a coroutine.
+
+    Attributes:
+        place: the number of the place in the model at which the pass waits. parcel: the value that the pass sends when
+      it pauses, or receives when it continues. result: the output, once the pass has ended.
+    """
 
     place = -1
     parcel: Any = None
@@ -35,18 +41,26 @@ class _Pass(greenlet):  # type: ignore[misc]
         self.call, self.batch = call, batch
 
     def run(self) -> None:
-        """Run the forward pass in a context of its own, so that `RUNNING` ends with it."""
+        """Run the forward pass. Its greenlet has its own context, so the value of `RUNNING` ends with it."""
         RUNNING.set(self.batch)  # in a context of its own, which ends with it
         self.result = self.call(self.batch)
 
     def empty(self) -> Any:
-        """Return the value and drop the reference to it, so that its memory is freed after use."""
+        """Return the value in `parcel` and drop the reference to it, so that its memory can be freed."""
         parcel, self.parcel = self.parcel, None
         return parcel
 
 
 def ask(place: int, brought: Any = None) -> Any:
-    """Stop this pass at a place of the model, give `brought` to `serve`, and return its answer for this pass."""
+    """Pause the running pass at a place of the model until the weights of this place are there.
+
+    Args:
+        place: the number of the place, in the order of computation.
+        brought: a value that is passed to the `serve` function of `run_together`.
+
+    Returns:
+        The answer of `serve` for this pass.
+    """
     here = getcurrent()
     assert isinstance(here, _Pass) and here.parent is not None, "no pass that others could wait for"
     here.place, here.parcel = place, brought
@@ -58,7 +72,12 @@ def ask(place: int, brought: Any = None) -> Any:
 def run_together(
     call: Callable[[ProbeBatch], Tensor], batches: Sequence[ProbeBatch], serve: _Serve | None = None
 ) -> list[Tensor]:
-    """Return the result of each batch's pass, without gradients.
+    """Run `call` for every batch, without gradients, and return the results.
+
+    Args:
+        call: a forward pass, which may pause by calling `ask`.
+        batches: the inputs.
+        serve: answers all passes that wait at the same place. Not needed if `call` never pauses.
 
     An exception in one pass or in `serve` ends all passes.
     """
@@ -82,7 +101,7 @@ def run_together(
 
 
 def hooked(hooks: Iterable[AbstractContextManager[Any]]) -> ExitStack:
-    """Return a context that removes these hooks from their modules when it ends."""
+    """Return a context that removes the given torch hooks when it ends."""
     stack = ExitStack()
     for hook in hooks:
         stack.enter_context(hook)
@@ -90,7 +109,7 @@ def hooked(hooks: Iterable[AbstractContextManager[Any]]) -> ExitStack:
 
 
 def trim_heaps() -> None:
-    """Make glibc return freed memory to the system, because its heaps retain much of it. Elsewhere do nothing."""
+    """Make glibc return freed memory to the operating system. Without glibc, do nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,9 +1,9 @@
-"""Compare a port, which is a user's torch module, with transformers, component by component.
+"""Compare a port with transformers, component by component. A port is a user's own implementation of a model.
 
 The port must take token ids (B, T) and return logits (B, T, V), as a tensor, in a tuple or as `.logits`. For every
-component of the reference gptkit looks for the port's module with the same output. The first component without such a
-module is the place of the difference. To find the cause, gptkit makes mistakes in its own tree of the reference, one at
-a time, until one gives the port's logits.
+component of the reference (transformers' model) gptkit searches the port for a module with the same output. The first
+component without such a module is the place of the difference. To find the cause, gptkit makes mistakes in its own copy
+of the reference, one at a time, until a mistake gives the port's logits.
 """
 
 import copy
@@ -43,7 +43,7 @@ _NOTHING = "none of your port's submodules can be compared: they return only the
 
 @dataclass(frozen=True)
 class PortMatch:
-    """One component of the reference, and the port's module with the nearest output."""
+    """One component of the reference, and the module of the user's port whose output is nearest to that component's."""
 
     place: Part  # the difference between the two outputs
     module: str | None  # the name and side of the port's module; None if no output has this size
@@ -51,7 +51,7 @@ class PortMatch:
 
 @dataclass(frozen=True)
 class PortVerification:
-    """The result for a port. The values of `verdict` are those of `verify`."""
+    """The result of comparing a user's port with transformers. `verdict` has the same values as in `verify`."""
 
     model: str
     against: str
@@ -68,14 +68,16 @@ class PortVerification:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict on the logits."""
+        """Return "identical", "equal" (within rounding) or "different" for the logits."""
         if all(prompt.identical for prompt in self.prompts):
             return "identical"
         return "equal" if self.functions <= self.allowed and not self.imprecise else "different"
 
     @property
     def imprecise(self) -> bool:
-        """Return whether the port rounds worse than the reference, by the bound of `verify`."""
+        """Return whether the port's rounding errors are larger than the reference's, by the same
+        bound as in `verify`.
+        """
         return not self.rounding[1] <= IMPRECISE * self.rounding[0]
 
     @property
@@ -89,7 +91,7 @@ class PortVerification:
 
     @property
     def first(self) -> PortMatch | None:
-        """Return the first component that no module of the port computes."""
+        """Return the first component of the reference that no module of the port computes; None if there is none."""
         return next((match for match in self.matches if match.place.parts), None)
 
 
@@ -132,7 +134,10 @@ def load_port(reference: str) -> nn.Module:
 
 @contextmanager
 def _blaming(who: str, when: str) -> Iterator[None]:
-    """Turn exceptions of the user's code into InvalidInput with the line that raised them, inside a `with`."""
+    """Turn exceptions of the user's code inside a `with` into InvalidInput that names the line of code.
+
+    `who` and `when` are words for the message.
+    """
     try:
         yield
     except (GptkitError, MemoryError):
@@ -146,7 +151,7 @@ def _blaming(who: str, when: str) -> Iterator[None]:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the innermost line of the user's code in a traceback, or of a syntax error, as ", in FILE:LINE"."""
+    """Return where an exception was raised in the user's code, or where its syntax error is, as ", in FILE:LINE"."""
     foreign = ("<", str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
     frames = [(frame.filename, frame.lineno) for frame in reversed(traceback.extract_tb(error.__traceback__))]
     lines = [(file, line) for file, line in frames if "site-packages" not in file and not file.startswith(foreign)]
@@ -168,9 +173,18 @@ def verify_port(
     mutations: bool | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PortVerification:
-    """Compare a port of a checkpoint, which `package.module:callable` returns, with transformers in fp32 and fp64.
+    """Compare a user's port of a model with transformers in fp32 and fp64.
 
-    If transformers has no class for the tree, gptkit's modules are the reference. The options are those of `verify`.
+    If no transformers class computes the model, gptkit's modules are the reference.
+
+    Args:
+        model: the checkpoint, which transformers loads.
+        against: the port, as `package.module:callable`. The callable returns a torch module with the checkpoint's
+            weights.
+        long: as for `verify`.
+        offline: as for `verify`.
+        mutations: as for `verify`.
+        progress: as for `verify`.
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`; also if the port raises, or does not return logits.
@@ -262,7 +276,12 @@ def verify_port(
 
 @dataclass(frozen=True)
 class _Place:
-    """The place where a port differs from the reference: the taps, the input, and the outputs of the port's modules."""
+    """The comparison of a port with the reference by component, on one batch.
+
+    Attributes:
+        watched: the compared places in gptkit's model. matches: the nearest module of the port for each component.
+      batch: the input. outputs: the outputs of the port's modules by name, (N, features).
+    """
 
     watched: Sequence[Tap]
     matches: tuple[PortMatch, ...]
@@ -270,9 +289,10 @@ class _Place:
     outputs: Mapping[str, Tensor]
 
     def explained(self, tree: ModelSpec, weights: Weights) -> bool:
-        """Return whether this tree computes what the port computes at the first place that differs.
+        """Return whether a mistake explains the first difference.
 
-        A module of the port must give the tree's output there.
+        `tree` and `weights` are the model with the mistake. It explains the difference if its output at the first
+        component that differs equals the output of a module of the port.
         """
         part = next((match.place for match in self.matches if match.place.parts), None)
         if part is None:
@@ -297,7 +317,7 @@ def _ignores_masks(port: nn.Module, batches: Sequence[ProbeBatch], logits: Seque
 
 @contextmanager
 def _references(source: Checkpoint) -> Iterator[tuple[StreamedModel, StreamedModel]]:
-    """Return the reference in fp32 and in fp64: transformers' model, or gptkit's if transformers has none."""
+    """Yield the reference in fp32 and in fp64: transformers' model, or gptkit's if transformers has no class for it."""
     if source.architecture is None:
         yield stream_candidate(source, torch.float32, "sdpa"), stream_candidate(source, torch.float64, "sdpa")
         return
@@ -310,8 +330,13 @@ def _references(source: Checkpoint) -> Iterator[tuple[StreamedModel, StreamedMod
 
 
 def _logits(model: nn.Module, batch: ProbeBatch, takes_mask: bool, masked: bool = True) -> Tensor:
-    """Return the logits at tokens without padding, (N, V), from any supported output of a port. With `masked=False` the
-    port gets no mask.
+    """Return a port's logits at tokens without padding, (N, V), from any supported kind of return value.
+
+    Args:
+        model: the port.
+        batch: the input.
+        takes_mask: whether the port's forward method has an argument `attention_mask`.
+        masked: whether to give the mask to the port.
     """
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
     where = f"for the input {batch.name!r} in {str(dtype).removeprefix('torch.')}"
@@ -337,9 +362,10 @@ def _logits(model: nn.Module, batch: ProbeBatch, takes_mask: bool, masked: bool 
 
 
 def _outputs(model: nn.Module, batch: ProbeBatch, takes_mask: bool) -> dict[str, Tensor]:
-    """Return the outputs and the first input of every module of the port, (N, features) in fp64, by name and side.
+    """Return the output and the first input of every module of the port, (N, features) in fp64.
 
-    Modules that return the port's own logits are left out, because they only wrap others.
+    The keys are the module's name for the output, and the name with " (input)" for the input. Modules that only return
+    the port's logits are left out.
     """
     seen: dict[str, Tensor] = {}
 
@@ -362,8 +388,13 @@ def _outputs(model: nn.Module, batch: ProbeBatch, takes_mask: bool) -> dict[str,
 def _matches(
     watched: Sequence[Tap], batch: ProbeBatch, reference: tuple[Any, Any], outputs: Sequence[Mapping[str, Tensor]]
 ) -> list[PortMatch]:
-    """Return the module of the port with the nearest output for each component of the reference. Rounding is measured
-    with both models in fp32.
+    """Return, for each component of the reference, the module of the port with the nearest output.
+
+    Args:
+        watched: the compared components.
+        batch: the input.
+        reference: the reference model in fp64 and in fp32, which measures its rounding.
+        outputs: the outputs of the port's modules in fp64 and in fp32.
     """
     with quiet():
         narrow = _seen(reference[1], watched, False, batch)
@@ -396,7 +427,7 @@ def _matches(
 
 
 def _seen(model: Any, watched: Sequence[Tap], ours: bool, batch: ProbeBatch) -> dict[int, Tensor]:
-    """Return the values at the taps of a model, (N, features) in fp64, by the tap's index."""
+    """Return a model's values at the compared places, (N, features) in fp64, by the place's index in `watched`."""
     seen: dict[int, Tensor] = {}
 
     def see(index: int, value: Tensor) -> None:
@@ -408,9 +439,12 @@ def _seen(model: Any, watched: Sequence[Tap], ours: bool, batch: ProbeBatch) -> 
 
 
 def _near(wanted: Tensor, outputs: Mapping[str, Tensor]) -> list[tuple[float, str, slice]]:
-    """Return, for each output (N, F') of the port: its relative difference from `wanted` (N, F), its name, and columns.
+    """Compare a component's output `wanted` (N, F) with the outputs of the port's modules (N, F').
 
-    The columns are the F consecutive features that are nearest to `wanted`, because a port may fuse q, k and v.
+    Returns:
+        For each output with F' ≥ F: the relative difference, the name of the output, and the F consecutive features
+        that
+        are nearest to `wanted`. There may be more features, because a port may fuse q, k and v.
     """
     distances, width = [], wanted.shape[1]
     for name, value in outputs.items():

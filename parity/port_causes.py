@@ -1,9 +1,9 @@
-"""Find the mistakes that explain why a port computes something else than the reference.
+"""Find the mistakes that explain why a user's port of a model gives other logits than the reference.
 
-gptkit makes each mistake in its own tree of the reference, and compares the logits with the port's. It uses the inputs
-that can show the mistake. Inputs without padding come first, so that a padding fault hides no other fault. The port
-itself shows whether it ignores its `attention_mask`; gptkit then treats padding as the port does. Where no single
-mistake explains the difference, gptkit tries two at once.
+gptkit makes each mistake in its own copy of the reference, and compares the logits with the port's. If inputs without
+padding differ, it uses only those, so that a mistake about padding does not hide other mistakes. If the port gives the
+same logits with and without its `attention_mask`, gptkit ignores the mask too. If no single mistake explains the
+difference, gptkit tries two at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,9 @@ changes its effect.
 
 @dataclass(frozen=True)
 class PortMistake:
-    """A mistake that gptkit made in the reference and that explains the port's logits."""
+    """A mistake that explains the port's logits or a part of them. gptkit made this mistake in its copy of the
+    reference.
+    """
 
     mistake: str  # the mistake in words
     explains: bool  # whether the reference with this mistake gives the port's logits
@@ -43,7 +45,7 @@ class PortMistake:
 
 @dataclass(frozen=True)
 class Differing:
-    """A port that differs from the reference."""
+    """A port that differs from the reference, with the logits of both."""
 
     spec: ModelSpec  # gptkit's tree of the reference
     weights: Weights  # the reference's weights in fp64
@@ -56,7 +58,7 @@ class Differing:
 
     @property
     def enough(self) -> float:
-        """Return the largest difference of logits that may remain after a mistake that explains the port.
+        """Return the largest difference of logits that may remain if a mistake explains the port.
 
         It is not zero, because a port's fp32 rotary tables round differently with the mistake than without it.
         """
@@ -64,10 +66,10 @@ class Differing:
 
 
 def causes(port: Differing, notes: list[str]) -> list[PortMistake]:
-    """Return the mistake, or the two mistakes, with which the reference computes the port's logits.
+    """Return the mistake, or the two mistakes, with which the reference gives the port's logits.
 
-    If there is none, return the mistakes that explain the first component that differs. If some mistakes cannot be
-    tried, `notes` gets the reason.
+    If there is no such mistake, return those that explain the first component that differs. If some mistakes cannot be
+    tried, the reason is added to `notes`.
     """
     bare = [batch.attention_mask is None for batch in port.batches]
     differ = [not largest_gap([a], [logits]) <= port.allowed for a, logits in zip(port.exact, port.port, strict=True)]
@@ -113,26 +115,31 @@ class _CauseJudge:
         self.enough, self.masked = port.enough, masked
 
     def logits(self, spec: ModelSpec, weights: Weights) -> Iterator[Tensor]:
-        """Yield the logits of a changed tree, by batch."""
+        """Yield the logits of gptkit's copy of the reference with changed components or weights, by batch."""
         return run_tree(spec, weights, self.inputs, self.masked)
 
     def explains(self, mutant: Mutant) -> bool:
-        """Return whether a changed tree gives the port's logits on every input."""
+        """Return whether the reference with a mistake gives the port's logits on every input."""
         return largest_gap(self.wanted, self.logits(*mutant), self.enough) <= self.enough
 
     def difference(self, spec: ModelSpec, weights: Weights) -> float:
-        """Return the largest remaining difference from the port's logits."""
+        """Return the largest difference between the port's logits and those of the changed reference."""
         return largest_gap(self.wanted, self.logits(spec, weights))
 
     def record(self, names: Sequence[str], mutant: Mutant) -> PortMistake:
-        """Return the record of the mistakes `names`, with the difference that remains on these inputs."""
+        """Return the record of mistakes, with the difference of logits that remains on the judge's inputs.
+
+        Args:
+            names: the names of the mistakes. The first one is the main one.
+            mutant: the component tree and weights with these mistakes.
+        """
         difference = self.difference(*mutant)
         explains = difference <= self.enough
         return PortMistake(names[0], explains, difference, ", ".join(names[1:]), "" if explains else BARE)
 
 
 def _moved_by_masks(port: Differing) -> bool:
-    """Return whether the reference's logits change if it attends to padding."""
+    """Return whether the reference's logits would change if it ignored the attention mask."""
     padded = [index for index, batch in enumerate(port.batches) if batch.attention_mask is not None]
     inputs = [port.batches[index] for index in padded]
     unmasked = run_tree(port.spec, port.weights, inputs, masked=False)
@@ -140,7 +147,7 @@ def _moved_by_masks(port: Differing) -> bool:
 
 
 def _mutants(port: Differing, mistakes: Sequence[_Mistake]) -> Iterator[tuple[str, Mutant]]:
-    """Yield the name of each mistake that changes something, and the changed tree with its weights."""
+    """Yield the name of each mistake that changes the model, and the changed component tree and weights."""
     for name, apply in mistakes:
         mutant = mutated(apply, port.spec, port.weights)
         if mutant is not None:
@@ -150,10 +157,10 @@ def _mutants(port: Differing, mistakes: Sequence[_Mistake]) -> Iterator[tuple[st
 def _pairs(
     port: Differing, judge: _CauseJudge, at_place: Sequence[_Mistake]
 ) -> Iterator[tuple[tuple[str, str], Mutant]]:
-    """Yield pairs of mistakes, and the tree that contains both.
+    """Yield pairs of mistakes: their names, and the component tree and weights with both.
 
-    The first mistake is one of `at_place`, which explain the first difference, or one of those that come nearest to the
-    port's logits. The second is any other. If it cannot be made after the first, the order is reversed.
+    The first mistake is one of `at_place`, which explain the first component that differs, or one whose logits are
+    nearest to the port's. The second is any other. If it cannot be made after the first, it is made before it.
     """
     mistakes = dict(of_ports(port.spec))
     mutants = _mutants(port, [*mistakes.items()])

@@ -1,8 +1,8 @@
-"""Make inputs that reveal faults: long sequences, padding, repeated tokens, and every region of the vocabulary.
+"""Make the probe: inputs that reveal differences between two models.
 
-Some sequences are longer than every attention window and than the context that positions were scaled from. A short
-prompt hides most faults: an ignored window makes no difference at 8 tokens, and a difference of 5.3 in the logits at
-256.
+It has long sequences, padding, repeated tokens, and tokens from every region of the vocabulary. Some sequences are
+longer than every attention window and than the original context of scaled RoPE. A short prompt would hide most faults:
+an ignored window makes no difference at 8 tokens, and a difference of 5.3 in the logits at 256.
 """
 
 import math
@@ -41,7 +41,7 @@ Tokens = tuple[Sequence[int], Sequence[int]]  # the same tokens' ids in two voca
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """One input of the probe."""
+    """One batch of test inputs."""
 
     name: str
     input_ids: Tensor  # the token ids, (B, T)
@@ -50,9 +50,9 @@ class ProbeBatch:
     token_types: Tensor | None = None  # the token types, (B, T), unless all are 0
 
     def valid(self, logits: Tensor) -> Tensor:
-        """Return the logits at tokens without padding, (N, V). At padding, logits have no meaning.
+        """Return the rows of `logits` (B, T, V) at tokens without padding, (N, V). Logits at padding have no meaning.
 
-        From a long row, return evenly spaced positions, including the first and the last.
+        Of a long sequence, only evenly spaced positions are returned, including the first and the last.
         """
         steps = logits.shape[1]
         indices = torch.linspace(0, steps - 1, min(steps, KEPT), dtype=torch.float64).round().long()
@@ -67,14 +67,16 @@ RUNNING: ContextVar[ProbeBatch] = ContextVar("RUNNING")
 
 @dataclass(frozen=True, order=True)
 class _Limit:
-    """A length beyond which a tree computes differently: a window, or the context its positions were made for."""
+    """A number of tokens beyond which a model computes differently: a window, or the original
+    context of scaled RoPE.
+    """
 
     tokens: int
     name: str
 
     @property
     def beyond(self) -> int:
-        """Return the length of a sequence that shows this limit."""
+        """Return the length of a sequence, in tokens, that is long enough to show the effect of this limit."""
         return self.tokens + self.tokens // 4 + 8
 
     def __str__(self) -> str:
@@ -82,7 +84,7 @@ class _Limit:
 
 
 def limits(*specs: ModelSpec) -> list[_Limit]:
-    """Return the windows and original contexts of all trees, the shortest first."""
+    """Return the attention windows and original contexts of all given models, the shortest first."""
     nodes = [node for spec in specs for node in spec.components()]
     names = {"window": "window", "original_context": "original context"}
     sizes = {(getattr(node, field, None), name) for node in nodes for field, name in names.items()}
@@ -90,21 +92,30 @@ def limits(*specs: ModelSpec) -> list[_Limit]:
 
 
 def longest(*specs: ModelSpec, supported: int | None = None) -> int | None:
-    """Return the length of the longest sequence that all trees can process; None if there is no limit.
+    """Return the length in tokens of the longest sequence that all models can process; None if there is no limit.
 
-    `supported` is the limit of a reference model.
+    `supported` is the limit of transformers' class.
     """
     tables = [spec.positions.length for spec in specs if spec.positions is not None]
     return min(tables if supported is None else [*tables, supported], default=None)
 
 
 def passed(limit: _Limit, most: int | None, long: bool) -> bool:
-    """Return whether the probe has a sequence beyond a limit, if no sequence is longer than `most`."""
+    """Return whether the probe has a sequence that is long enough to show a limit.
+
+    Args:
+        limit: a window or an original context.
+        most: the largest number of tokens of a sequence; None for any.
+        long: whether the probe has sequences beyond limits of more than `AFFORDABLE` tokens.
+    """
     return (most is None or limit.beyond <= most) and (long or limit.tokens <= AFFORDABLE)
 
 
 def vocabulary(spec: ModelSpec) -> int:
-    """Return the number of token ids that a probe chooses from: the larger vocabulary of a model that has two."""
+    """Return the number of token ids that the probe chooses from.
+
+    For a model whose encoder and decoder have different vocabularies, this is the size of the larger one.
+    """
     return max(stack.vocab_size for stack in (spec, spec.encoder) if stack is not None)
 
 
@@ -116,15 +127,15 @@ def probe(
     supported: int | None = None,
     seed: int = 0,
 ) -> list[ProbeBatch]:
-    """Return the batches for a tree, or for several trees with one vocabulary.
+    """Return the batches of the probe for one model, or for several models with the same vocabulary.
 
     Args:
-        spec: the tree.
-        others: further trees. There is a sequence beyond the limits of each.
+        spec: the model's component tree.
+        others: the component trees of further models. The probe has sequences beyond the windows and contexts of all.
         long: add sequences beyond windows and contexts of more than 1,024 tokens.
-        up_to: add a sequence of this number of tokens, and no longer one.
-        supported: the largest number of tokens that a reference model can process. No sequence is longer, nor longer
-            than the trees can process.
+        up_to: add a sequence of this number of tokens, and none that is longer.
+        supported: the largest number of tokens that transformers' class can process. No sequence is longer than this,
+            or longer than the models can process.
         seed: the seed of the random tokens.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -187,10 +198,10 @@ def text_batch(
 
 
 def one_function(a: ModelSpec, b: ModelSpec) -> bool:
-    """Return whether two trees compute the same function, given the same weights.
+    """Return whether two models with the same weights would compute the same function, judged by their component trees.
 
-    They may differ in rounding, in the last digits of numbers, and in fields that matter only for some sequence
-    lengths.
+    The trees may differ in rounding, in the last digits of numbers, and in fields that matter only for some sequence
+    lengths, such as a window.
     """
 
     def bare(node: Component, _: str) -> Any:
@@ -202,9 +213,9 @@ def one_function(a: ModelSpec, b: ModelSpec) -> bool:
 
 
 def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[_Limit]:
-    """Return the sequence lengths beyond which the trees differ, with the reason, the shortest first.
+    """Return the sequence lengths in tokens beyond which two models differ, with the reasons, the shortest first.
 
-    The length 0 means that the trees differ at every length.
+    The length 0 means that the models differ at every length.
     """
     tables = [None if tree.positions is None else tree.positions.length for tree in (a, b)]
     sizes: set[tuple[str, int | None, int | None]] = {("position tables", tables[0], tables[1])}
@@ -227,9 +238,9 @@ def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[_Limit]:
 
 
 def whole_context(a: ModelSpec, b: ModelSpec, supported: int | None = None) -> int | None:
-    """Return the number of tokens of the longest context that both trees support, if positions differ at every length.
+    """Return the length in tokens of the longest context that both models support, if it has to be tested.
 
-    Otherwise return None.
+    Return None if their positions do not differ, or differ only beyond some length, or if a context length is unknown.
     """
     known = [tree.context_length for tree in (a, b) if tree.context_length is not None]
     if len(known) < 2 or all(limit.tokens for limit in _parts_behind(a, b)):
@@ -238,9 +249,15 @@ def whole_context(a: ModelSpec, b: ModelSpec, supported: int | None = None) -> i
 
 
 def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tuple[int | None, list[str]]:
-    """Return the longest sequence that a verdict covers (None for any), and the reasons why it covers no longer ones.
+    """Return the longest sequence, in tokens, for which the verdict holds, and the reasons for this limit.
 
-    `probed` is the length of the longest batch, and `up_to` the length that the user asked for, both in tokens.
+    The length is None, without reasons, if the verdict holds for sequences of any length.
+
+    Args:
+        a: the first model.
+        b: the second model.
+        probed: the length of the longest batch.
+        up_to: the length that the user asked for.
     """
     if up_to is not None:
         return up_to, []
@@ -258,10 +275,10 @@ def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tu
 
 
 def _counterparts(a: ModelSpec, b: ModelSpec) -> list[tuple[Any, Any]]:
-    """Return pairs of mixers with positions or windows, one of each tree, that correspond to each other.
+    """Return the pairs of corresponding mixers of two models, as far as they have positions or windows.
 
-    They are at the same place of the same layer. If the trees have different numbers of layers, every kind of mixer
-    that only one tree has is paired with every kind of the other tree.
+    Corresponding mixers are at the same place in the same layer. If the models have different numbers of layers, every
+    kind of mixer that only one model has is paired with every kind of the other model.
     """
     if len(a.blocks) == len(b.blocks):
         alike = (zip_longest(*(block.sublayers for block in pair)) for pair in zip(a.blocks, b.blocks, strict=True))
@@ -277,9 +294,8 @@ def _counterparts(a: ModelSpec, b: ModelSpec) -> list[tuple[Any, Any]]:
 
 
 def _alike_up_to(a: Any, b: Any) -> int | None:
-    """Return the number of tokens up to which two rotary position encodings agree.
-
-    Return None if they agree at any length.
+    """Return the number of tokens up to which two position encodings are equal; None if they are
+    equal at any length.
     """
     turns: list[Any] = [rotary and getattr(module_of(rotary), "frequencies", None) for rotary in (a, b)]
     if None in turns:
@@ -298,7 +314,7 @@ def _alike_up_to(a: Any, b: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Scope:
-    """Two trees to compare, and the tokens that both vocabularies have."""
+    """Two models to compare, the original and a changed one, and the tokens on which they can be compared."""
 
     before: ModelSpec
     after: ModelSpec
@@ -307,7 +323,10 @@ class Scope:
     most: int | None = None  # the largest number of tokens of a sequence
 
     def probe(self) -> list[ProbeBatch]:
-        """Return the probe over the tokens of both vocabularies, in old ids, cut to `most` tokens."""
+        """Return the probe in ids of the original's vocabulary. It has only tokens of both vocabularies.
+
+        Sequences are cut to `most` tokens.
+        """
         spec, common_ids = self.before, None
         if self.tokens is not None:
             common_ids = torch.as_tensor(self.tokens[0])
@@ -328,7 +347,7 @@ class Scope:
         return batches
 
     def renamed(self, batch: ProbeBatch) -> ProbeBatch:
-        """Return a batch with the ids of the new vocabulary."""
+        """Return a batch with its token ids translated into those of the changed model's vocabulary."""
         if self.tokens is None:
             return batch
         old, new = (torch.as_tensor(ids) for ids in self.tokens)
@@ -337,10 +356,10 @@ class Scope:
         return replace(batch, input_ids=table[batch.input_ids])
 
     def windows(self, text: Sequence[int]) -> list[list[int]]:
-        """Return the text in pieces of at most one token more than a model's input.
+        """Split a text into pieces for the models. A piece has at most one token more than a model's input.
 
-        Consecutive pieces overlap by one token, so that each token except a piece's first is predicted. A piece ends
-        before a token that one vocabulary lacks.
+        The last token of a piece is also the first of the next one, so every token except a piece's first is predicted.
+        A token that one vocabulary lacks is left out, and a new piece begins after it.
         """
         specs = (self.before, self.after)
         lengths = [longest(*specs), *(spec.context_length for spec in specs), self.most]
@@ -351,7 +370,9 @@ class Scope:
         return [piece for piece in pieces if len(piece) > 1]
 
     def groups(self, text: Sequence[int]) -> list[list[list[int]]]:
-        """Return the windows in groups. The windows of a group go through a model together."""
+        """Return the pieces of the text (see `windows`) in groups. The pieces of a group go through
+        a model together.
+        """
         groups: list[list[list[int]]] = []
         for window in self.windows(text):
             if not groups or sum(map(len, groups[-1])) + len(window) > TOGETHER:
@@ -360,16 +381,16 @@ class Scope:
         return groups
 
     def targets(self, windows: Sequence[Sequence[int]]) -> Tensor:
-        """Return the token that follows each input token, as an index into the compared tokens."""
+        """Return the token that follows each input token, as an index into the tokens that both vocabularies have."""
         follow = [token for window in windows for token in window[1:]]
         return torch.tensor(follow if self.tokens is None else [self._numbers[token] for token in follow])
 
     @cached_property
     def _numbers(self) -> dict[int, int]:
-        """Return the index of each old id among the tokens of both vocabularies."""
+        """Map token ids of the original's vocabulary to indices into the tokens that both vocabularies have."""
         return {} if self.tokens is None else {old: number for number, old in enumerate(self.tokens[0])}
 
 
 def inputs(windows: Sequence[Sequence[int]]) -> list[ProbeBatch]:
-    """Return the batches for the windows: all tokens of each window except its last one."""
+    """Return a batch for each window of text: all its tokens except the last, which is only predicted."""
     return [ProbeBatch("text", torch.tensor([list(window[:-1])])) for window in windows]

@@ -1,11 +1,13 @@
 """Find the cause of a difference between two models: the repair that removes it.
 
-A *unit* is a layer, the part before all layers or the part after them. gptkit takes the first unit that differs, and
-runs it alone on the reference's input, with one repair at a time. This needs the memory and the time of one unit. The
-repairs are the inverses of the mutations in `parity.mutations`, the reference's config fields, and the reference's
-weights. Repairs that help there are then made in the whole model: in all layers, or in that unit alone. Those that
-restore the logits are reported. Repairs are applied while weights are read, so that they work for models in memory and
-for one that runs a layer at a time.
+gptkit takes the first part of the model that differs: a layer, the part before all layers, or the part after them. (The
+code calls such a part a *unit*.) It runs this part alone on the reference's input, with one repair at a time, which
+needs the memory and the time of one part. The repairs are the inverses of the mistakes in `parity.mutations`, the
+reference's config fields, and the reference's weights.
+
+Repairs that help there are then made in the whole model: in all layers, or in that part alone. Those that restore the
+logits are reported. Repairs are applied while weights are read, so they also work for a model that runs one layer at a
+time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +54,7 @@ _SHOWN = 5  # the number of reported causes
 
 @dataclass(frozen=True)
 class Repair:
-    """A change of the tree and the weights, or a list of tensors that get the reference's values."""
+    """A possible repair: a change of the component tree and the weights, or tensors that get the reference's values."""
 
     words: str  # the repair in words
     apply: Callable[[ModelSpec, Weights], Mutant | None] = lambda spec, weights: (spec, dict(weights))
@@ -60,10 +62,10 @@ class Repair:
 
 
 class Repaired:
-    """A checkpoint's tree and tensors in fp64, with a repair in the whole model or in one unit.
+    """A checkpoint with a repair, in fp64. The repair is applied to the whole model or to one part of it (see `_Unit`).
 
-    Tensors are repaired when they are read. A run on the meta device, where tensors need no memory, finds those that
-    change.
+    Tensors are repaired when they are read. To find out which tensors a repair changes, it is first applied to tensors
+    on the meta device, which need no memory.
     """
 
     def __init__(
@@ -85,11 +87,11 @@ class Repaired:
 
     @property
     def changes(self) -> bool:
-        """Return whether the repair changes the tree or any tensor."""
+        """Return whether the repair has any effect on the component tree or a tensor."""
         return self.spec != self.target.spec or bool(self.touched)
 
     def tensor(self, name: str) -> tuple[np.ndarray, str]:
-        """Return a parameter's values and their dtype "F64"."""
+        """Return a parameter's values after the repair, and their dtype, which is always "F64"."""
         if name in self.repair.values or name not in self.touched:
             side = self.source if name in self.touched else self.target
             return to_float64(*side.tensor(name)), "F64"
@@ -104,20 +106,20 @@ class Repaired:
         return as_array(self._made[1][name])
 
     def release(self) -> None:
-        """Release the pages that were read."""
+        """Release the memory-mapped pages that were read."""
         self.target.release()
         self.source.release()
 
 
 def unit_of(name: str) -> _Unit:
-    """Return the unit of a parameter or component by its shared name."""
+    """Return the part of the model to which a parameter or component belongs: a layer's index, "front" or "back"."""
     if name.startswith("blocks."):
         return int(name.split(".", 2)[1])
     return "back" if name.startswith(("final_norm", "head", "pooler")) else "front"
 
 
 def _within(tree: ModelSpec, source: ModelSpec, unit: _Unit) -> ModelSpec:
-    """Return `tree` with one unit (a layer, or the part before or after all layers) of `source`."""
+    """Return the component tree `tree` with one part (a layer, "front" or "back") taken from `source`."""
     change = msgspec.structs.replace
     if unit == "front":
         front = ("embedding", "token_types", "positions", "first_norm")
@@ -133,9 +135,10 @@ _Seen = dict[int, Tensor]  # hidden states (B, T, hidden) by the identity of the
 def _run_unit(
     tree: Repaired, unit: _Unit, inputs: _Seen, batches: Sequence[ProbeBatch], path: Kernel
 ) -> Iterator[Tensor]:
-    """Yield the output of one unit for each batch, (N, features) in fp64.
+    """Run one part of the model (a layer, "front" or "back") and yield its output for each batch, (N, features) in
+    fp64.
 
-    `inputs` are the unit's inputs by batch. It computes in their dtype.
+    `inputs` has the input of the part for each batch. The part computes in the dtype of its inputs.
     """
     dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
     module: Callable[..., Tensor]
@@ -167,7 +170,10 @@ def _run_unit(
 
 
 def _around(model: nn.Module, name: str, seen: tuple[_Seen, _Seen]) -> ExitStack:
-    """Record a module's input and output by batch, inside a `with`."""
+    """Record the input and the output of the module `name` for each batch, in the two dictionaries `seen`.
+
+    Returns a context that removes the hooks when it ends.
+    """
 
     def going_in(_: nn.Module, args: Any, kwargs: Any) -> None:
         seen[0][id(RUNNING.get())] = (args[0] if args else kwargs["hidden_states"]).detach().clone()
@@ -190,18 +196,19 @@ def diagnose(
     gaps: Sequence[Tensor] | None = None,
     asked: bool = False,
 ) -> Divergence | None:
-    """Return where the two sides differ first, and the likely causes.
+    """Return where the two models of a verification differ first, and the likely causes.
 
-    Return None, with a note, if the sides cannot be compared by component, or if they are large and `asked` is false.
+    Return None, and add the reason to `notes`, if the models cannot be compared by component. The same applies to large
+    models in memory, unless `asked` is true.
 
     Args:
-        both: the two sides.
+        both: the two models.
         batches: the inputs.
         path: the attention path.
         allowed: the difference of logits that rounding explains. With None no cause is searched for.
-        notes: notes for the user are added to it.
-        gaps: the difference of the logits at each position, (N,) per batch. A large model is only compared where it
-            is largest.
+        notes: notes for the user, to which this function adds.
+        gaps: the difference of the logits at each position, (N,) per batch. Large models are only compared at the
+            positions with the largest differences.
         asked: whether the user asked for this comparison.
     """
     source, target = both.source, both.target
@@ -235,8 +242,8 @@ def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | No
 
     Args:
         batches: the batches to choose from. The chosen ones have up to `_TOKENS` tokens together; one is always chosen.
-        gaps: the difference at each position, (N,) per batch; None counts as no difference anywhere.
-        row: the bytes that one position needs. The chosen positions fit into `_ROOM` bytes.
+        gaps: the difference at each position, (N,) per batch; None if it is unknown.
+        row: the memory in bytes that the comparison of one position needs. All chosen positions fit into `_ROOM` bytes.
     """
     if gaps is None:
         gaps = [torch.zeros(len(batch.valid(batch.input_ids[..., None]))) for batch in batches]
@@ -261,10 +268,18 @@ def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | No
 def _find_causes(
     both: Sides, batches: Sequence[ProbeBatch], path: Kernel, allowed: float, places: Sequence[Part], few: bool
 ) -> list[Cause]:
-    """Return the repairs that bring the candidate's logits closer, first those that restore parity.
+    """Return the repairs that bring the candidate's logits closer to the reference's. Those that restore parity come
+    first.
 
-    Both sides have the same width and number of layers. `places` are the differences at all taps. `allowed` is the
-    difference of logits that rounding explains. With `few`, only a few repairs are made in the whole model.
+    The models must have the same hidden size and number of layers.
+
+    Args:
+        both: the two models.
+        batches: the inputs.
+        path: the attention path.
+        allowed: the difference of logits that rounding explains.
+        places: the differences at all compared components.
+        few: try only a few repairs in the whole model.
     """
     first = next((place for place in places if place.parts), None)
     if first is None:
@@ -289,7 +304,10 @@ def _find_causes(
         inputs, outputs = seen[0], [batch.valid(seen[0 if unit == "front" else 1][id(batch)]) for batch in batches]
 
     def remaining(repair: Repair | None = None, only: _Unit | None = None) -> float:
-        """Return the largest difference of the logits after a repair in the whole model, or in one unit."""
+        """Return the largest difference of the logits that remains after a repair.
+
+        The repair is made in the whole model, or only in the part `only`.
+        """
         tree = Repaired(target, source, repair, only)
         return largest_gap(exact, both.candidate(batches, torch.float64, path, tree=tree))
 
@@ -323,7 +341,7 @@ def _find_causes(
 
 
 def _repairs(source: Checkpoint, target: Checkpoint) -> Iterator[Repair]:
-    """Yield all repairs to try, including those that change nothing."""
+    """Yield all repairs to try. Some may change nothing in this model."""
     spec, candidate = source.spec, target.spec
 
     def tie(tree: ModelSpec, weights: Weights) -> Mutant:

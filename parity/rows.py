@@ -1,9 +1,10 @@
-"""Run models of any size in little memory: read some rows of a weight at a time, widen, multiply and release them.
+"""Run models of any size in little memory: gptkit reads some rows of a weight, multiplies by them, and releases them.
 
-gptkit's decoder runs unchanged with its parameters on the meta device, except norms and biases. The weights of linear
-maps and tables are read when these are called. All batches run together, so that each weight is read once: a pass stops
-at every linear map (see `passes`), which multiplies the inputs of all waiting passes. Matrix products are only split
-along their outputs, so that every sum is computed as in the whole product, as far as the kernel allows.
+gptkit's decoder runs unchanged. Only its norms and biases are in memory; its other parameters are on the meta device.
+The weight of a linear map or an embedding is read when the module is called. All batches run together, so that each
+weight is read once: a forward pass pauses at every linear map (see `passes`), and the inputs of all waiting passes are
+multiplied together. Matrix products are only split along their outputs. So every sum is computed as in the whole
+product, as far as the kernel allows.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -43,19 +44,20 @@ def states(
     feed: _Feed | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Tensor]:
-    """Return the last norm's output, (B, T, hidden) per batch.
+    """Run a model and return the hidden states after the last norm, (B, T, hidden) per batch.
 
     Args:
         tree: the model.
         batches: its inputs.
         dtype: the dtype to which weights are converted, and in which the model computes.
-        see: called with the path, the input and the output of the modules in `seen`.
-        seen: paths of modules in the decoder, such as "blocks.N".
-        feed: returns the input of a block that replaces its own, by layer; None keeps it.
-        progress: called with the bytes of every weight that was read.
+        see: called with the path, the input and the output of every module in `seen`.
+        seen: paths of modules in the decoder, such as "blocks.3".
+        feed: called with a layer's index before the block runs. It returns another input for the block, or None to keep
+            the computed input.
+        progress: called with the size in bytes of every weight after it was read.
 
     Raises:
-        IndexError: a token id beyond the vocabulary, or more tokens than the position table has rows.
+        IndexError: a token id is beyond the vocabulary, or a batch is longer than the position table.
     """
     model = _model(tree, dtype)
     modules = dict(model.named_modules())
@@ -93,7 +95,7 @@ def states(
 
 
 def final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
-    """Return a tree's last norm, or the identity if it has none."""
+    """Return a model's last norm as a module with its weights, or the identity if it has none."""
     if tree.spec.final_norm is None:
         return nn.Identity()
     make: Callable[[], nn.Module] = partial(build_module, tree.spec.final_norm)
@@ -103,9 +105,10 @@ def final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
 def head_rows(
     tree: Tree, dtype: torch.dtype, columns: Sequence[Tensor | slice]
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield, for each item of `columns`, a function from states (N, hidden) to the logits of these tokens.
+    """Yield functions that compute the logits of some tokens from the head's input, (N, hidden) -> (N, tokens).
 
-    An item has token ids, or is a slice of the vocabulary. Use each function before you ask for the next one.
+    There is one function for each item of `columns`, which has token ids or is a slice of the vocabulary. Use a
+    function before you ask for the next one.
     """
     head = tree.spec.head
     if head is None:  # the hidden states are compared
@@ -135,7 +138,7 @@ def head_rows(
 
 
 class _Rows(nn.Module):
-    """A linear map that reads its weight from the file while it computes."""
+    """A linear map without a weight in memory: it reads the weight from the file while it computes."""
 
     def __init__(self, linear: LinearModule, name: str, order: int, tree: Tree, dtype: torch.dtype) -> None:
         super().__init__()
@@ -146,7 +149,7 @@ class _Rows(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the whole weight, for modules that do not just multiply by it."""
+        """Return the complete weight, for modules that use it in another way than by calling this linear map."""
         return self._read().to(self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # (…, in) -> (…, out)
@@ -154,7 +157,13 @@ class _Rows(nn.Module):
         return flat.reshape(*x.shape[:-1], self.outputs)
 
     def product(self, x: Tensor, release: Callable[[], None], progress: Callable[[int], None] | None) -> Tensor:
-        """Return the product (N, in) -> (N, out)."""
+        """Return the product of x (N, in) with the weight, (N, out). The weight is read some rows at a time.
+
+        Args:
+            x: the inputs of all waiting passes.
+            release: releases the pages of the file that were read.
+            progress: called with the size of the weight in bytes.
+        """
         stored = self._read()
         rows = max(1, _CHUNK_BYTES // (stored.shape[1] * x.element_size()))
         # Every row of a transposed view is spread over all pages, so releasing them would read everything again.
@@ -178,7 +187,9 @@ class _Rows(nn.Module):
 
 
 def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
-    """Return the decoder with `_Rows` as linear maps, with its tables on the meta device, and without its head."""
+    """Return gptkit's decoder without its head. Its linear maps are `_Rows`, and its embeddings are
+    on the meta device.
+    """
     with torch.device("meta"):
         model = Decoder(tree.spec).to(dtype).eval()
     model.head, model.pooler = _Ends(), None  # type: ignore[assignment]
@@ -197,16 +208,23 @@ def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
 
 
 class _Ends(nn.Module):
-    """A replacement of the head that returns the states unchanged."""
+    """Takes the place of the head and returns the hidden states unchanged."""
 
     def forward(self, x: Tensor, _: Tensor) -> Tensor:
         return x
 
 
 def _gathered(module: nn.Module, tree: Tree, name: str, dtype: torch.dtype) -> list[Any]:
-    """Return hooks for a table: before a call they read only the rows that the call needs.
+    """Return hooks for an embedding module on the meta device. Before a call they read only the rows that the call
+    needs.
 
-    The ids in the call are replaced by indices into these rows.
+    The token ids of the call are replaced by indices into these rows.
+
+    Args:
+        module: the embedding or position table.
+        tree: the model's weights.
+        name: the name of the table in `tree`.
+        dtype: the dtype to compute in.
     """
     whole: Any = module.weight
     first = getattr(module.spec, "offset", 0)

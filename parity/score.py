@@ -1,8 +1,9 @@
-"""Measure a probe: make deliberate mistakes, and check whether the rule of the verdict would detect each of them.
+"""Count the deliberate mistakes that the probe of `verify` detects.
 
-Each mistake takes a forward pass. So for a large tree gptkit makes the mistakes in a small copy with random weights.
-The copy has every kind of layer, and the same rounding, windows, rotary scaling, eps, head dimension and sharing of
-keys. It has fewer layers, heads and tokens and smaller widths (each record's `small`), so that the probe's lengths and
+gptkit makes each mistake in the model, and checks whether the logits then differ by more than the verdict allows. Each
+mistake takes a forward pass. So for a large model gptkit makes the mistakes in a small copy with random weights. The
+copy has every kind of layer, and the same rounding, windows, rotary scaling, eps, head dimension and sharing of keys.
+It has fewer layers, heads and tokens and smaller widths (see `Component.small`), so that the probe's lengths and
 padding have the same effects.
 """
 
@@ -27,7 +28,9 @@ from .probe import AFFORDABLE, LONG, SMALL, TABLES, ProbeBatch, limits, longest
 
 @dataclass(frozen=True)
 class MistakeScore:
-    """The deliberate mistakes that were tried, by name."""
+    """The result of making deliberate mistakes: the names of the mistakes that the probe detects, and of those that it
+    misses.
+    """
 
     caught: tuple[str, ...]  # detected with the checkpoint's own weights
     caught_random: tuple[str, ...]  # detected only with random weights
@@ -38,7 +41,7 @@ class MistakeScore:
 
     @property
     def tried(self) -> int:
-        """Return the number of mistakes that have an effect."""
+        """Return the number of mistakes that some input shows, detected or not."""
         return len(self.caught) + len(self.caught_random) + len(self.missed)
 
 
@@ -59,7 +62,19 @@ _QUIET = 0.05
 def try_mistakes(
     source: Checkpoint, batches: Sequence[ProbeBatch], asked: bool, stream: bool, notes: list[str], up_to: int | None
 ) -> MistakeScore:
-    """Make the mistakes in the model, or by default in a small copy of a large one. Return which the probe detects."""
+    """Make deliberate mistakes and return which of them the probe detects.
+
+    The mistakes are made in the model itself if it is small, or if `asked` is true. Otherwise, and always with
+    `stream`, they are made in a small copy.
+
+    Args:
+        source: the model.
+        batches: the probe.
+        asked: whether the user asked for mistakes in the model itself.
+        stream: whether the model runs one layer at a time.
+        notes: notes for the user, to which this function adds.
+        up_to: the longest sequence that matters, in tokens.
+    """
     if not stream and (asked or count(source.spec).total <= SMALL):
         return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
     hint = "" if stream else "; --mutations makes them in the model itself"
@@ -70,13 +85,13 @@ def try_mistakes(
 
 
 def wide_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the parameters of a checkpoint in fp64, by shared name."""
+    """Return all parameters of a checkpoint in fp64, by gptkit's parameter names."""
     model = load_checkpoint(checkpoint, torch.float64)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def unprobed(spec: ModelSpec, batches: Sequence[ProbeBatch]) -> list[str]:
-    """Return the names of the mistakes that only show beyond the longest sequence of these batches."""
+    """Return the names of the mistakes that would only show on longer sequences than these batches have."""
     tokens = max(batch.input_ids.shape[1] for batch in batches)
     beyond = {limit.name for limit in limits(spec) if tokens <= limit.tokens}
     shows = {"window": "window ignored", "original context": "rope scaling dropped"}
@@ -90,13 +105,13 @@ def score(
     unprobed: Sequence[str] = (),
     up_to: int | None = None,
 ) -> MistakeScore:
-    """Make every applicable mistake in a tree, and check whether the batches detect it.
+    """Make every applicable mistake in a model, and check whether the probe detects it.
 
-    Mistakes that they do not detect are made again with random weights, first on the same batches and then on inputs
-    for this tree (`_plain_inputs`). A mistake is missed if it shows only on the latter.
+    Mistakes that it does not detect are made again with random weights: first on the probe, and then on other inputs
+    that suit the model (`_plain_inputs`). A mistake counts as missed if only those other inputs show it.
 
     Args:
-        spec: the tree.
+        spec: the model's component tree.
         weights: its weights in fp64.
         batches: the probe.
         unprobed: the names of mistakes that are not made.
@@ -112,9 +127,9 @@ def score(
 
 
 def _plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[ProbeBatch]:
-    """Return random tokens, with and without padding, that are longer than the tree's windows and original contexts.
+    """Return random tokens, with and without padding, that are longer than the model's windows and original contexts.
 
-    Limits of more than `AFFORDABLE` tokens are left out.
+    Windows and contexts of more than `AFFORDABLE` tokens are left out.
     """
     lengths = [LONG, *(limit.beyond for limit in limits(spec) if limit.tokens <= AFFORDABLE)]
     most = [length for length in (longest(spec), up_to) if length is not None]
@@ -128,9 +143,9 @@ def _plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[ProbeBatch]
 def _by_random(
     spec: ModelSpec, weights: Weights, batches: Sequence[ProbeBatch], names: Sequence[str], clear: float = 1.0
 ) -> list[str]:
-    """Return those of the mistakes `names` that show with random weights: several sizes of the tables are tried.
+    """Return those of the mistakes `names` that these batches show if the model has random weights.
 
-    The difference must be larger than `clear` times the rounding.
+    Several sizes of the embedding's values are tried. The logits must change by more than `clear` times the rounding.
     """
     generator, seen = torch.Generator().manual_seed(0), list[str]()
     random = {name: random_parameter(name, tensor, generator) for name, tensor in weights.items()}
@@ -145,10 +160,13 @@ def _by_random(
 def _caught(
     spec: ModelSpec, weights: Weights, batches: Sequence[ProbeBatch], wanted: Callable[[str], bool], clear: float = 1.0
 ) -> tuple[list[str], list[str], float]:
-    """Return the names of the mistakes that change the logits by more than `clear` times the rounding, and of the
-    others.
+    """Make mistakes in a model, and check which of them change its logits by more than `clear` times the rounding.
 
-    The third result is the difference of logits that rounding explains. `wanted` selects mistakes by name.
+    `wanted` selects mistakes by name.
+
+    Returns:
+        The names of the mistakes that do, the names of those that do not, and the difference of logits that rounding
+        explains.
     """
     exact = list(run_tree(spec, weights, batches))
     rounded = run_tree(spec, {name: tensor.float() for name, tensor in weights.items()}, batches)
@@ -162,9 +180,9 @@ def _caught(
 
 
 def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Return random values for a parameter, as large as those of trained models.
+    """Return random values for a parameter, about as large as in trained models.
 
-    With the usual initial values, norms (1) and biases (0) would hide mistakes.
+    The usual initial values of norms (1) and biases (0) would hide mistakes.
     """
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
     if tensor.ndim == 1:
@@ -173,8 +191,9 @@ def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> T
 
 
 def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[ProbeBatch], masked: bool = True) -> Iterator[Tensor]:
-    """Yield the logits at tokens without padding, (N, V) per batch, of a tree with these weights. With `masked=False`
-    padding counts as text.
+    """Run a model with these weights, and yield its logits at tokens without padding, (N, V) per batch.
+
+    With `masked=False` the model gets no attention mask, so it attends to padding.
     """
     model = assigned(spec, weights)
     for batch in batches:
@@ -185,7 +204,7 @@ def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[ProbeBatch], m
 
 
 def assigned(spec: ModelSpec, weights: Weights) -> Decoder:
-    """Return the tree as a module in eval mode that shares these tensors."""
+    """Return the model as a torch module in eval mode. Its parameters are the given tensors, without a copy."""
     with torch.device("meta"):
         model = Decoder(spec)
     model.load_state_dict(dict(weights), assign=True)
@@ -193,7 +212,7 @@ def assigned(spec: ModelSpec, weights: Weights) -> Decoder:
 
 
 def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
-    """Return the small copy of a tree, for sequences of at most `tokens` tokens."""
+    """Return the component tree of a small copy of a model, for sequences of at most `tokens` tokens."""
     blocks = _layers(spec)
     mixers = [mixer for block in blocks if (mixer := block.mixer("attention")) is not None]
     square = not mixers or _written_from(mixers[0]) == spec.hidden_size
@@ -204,8 +223,15 @@ def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
 
 
 def _cut(copy: ModelSpec, vocab: int, tokens: int, layers: int) -> ModelSpec:
-    """Return the copy with smaller tables: `vocab` token ids, `tokens` positions and `layers` layers. Its encoder is
-    cut too.
+    """Return a model with a smaller vocabulary, position table and other tables that depend on the number of layers.
+
+    The encoder is cut too, if the model has one.
+
+    Args:
+        copy: the model's component tree.
+        vocab: the new vocabulary size.
+        tokens: the longest sequence, in tokens.
+        layers: the number of layers.
     """
     table, inputs, encoder = copy.positions, copy.layer_inputs, copy.encoder
     return replace(
@@ -219,9 +245,10 @@ def _cut(copy: ModelSpec, vocab: int, tokens: int, layers: int) -> ModelSpec:
 
 
 def _layers(spec: ModelSpec) -> list[Block]:
-    """Return two layers with the same mixers, whose tensors can be exchanged, and one layer of every other kind.
+    """Return the layers of the small copy: two with the same mixers, and one of every other kind.
 
-    Layers that differ only in scale or eps are of one kind (GPT-2's scale by layer, RWKV's halved residual stream).
+    The first two allow the mistake that exchanges tensors between layers. Layers that differ only in scale or eps are
+    of one kind, for example those of GPT-2 with a scale that depends on the layer.
     """
     kinds: dict[Block, Block] = {}
     for block in spec.blocks:
@@ -234,7 +261,7 @@ def _layers(spec: ModelSpec) -> list[Block]:
 
 
 def _kind(block: Block) -> Block:
-    """Return a layer without the fields that may differ between layers of one kind."""
+    """Return a layer with standard values in the fields that may differ between layers of one kind: scale and eps."""
 
     def plain(node: Component, _: str) -> Component:
         node = node.slips().get("scores not scaled", node)
@@ -245,12 +272,12 @@ def _kind(block: Block) -> Block:
 
 
 def _written_from(mixer: Mixer) -> int:
-    """Return the input width of the projection with which a mixer writes to the residual stream."""
+    """Return the input width of a mixer's output projection."""
     return next((weight.shape[1] for weight in mixer.weights().values() if weight.role == "writes"), mixer.hidden_size)
 
 
 def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
-    """Return random parameters in fp64, as large as trained ones."""
+    """Return random parameters in fp64, about as large as in trained models."""
     generator = torch.Generator().manual_seed(0)
     empty = {parameter.name: torch.empty(parameter.shape, dtype=torch.float64) for parameter in spec.parameters()}
     drawn = {name: random_parameter(name, tensor, generator) for name, tensor in empty.items()}
@@ -258,5 +285,5 @@ def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def narrow_batches(batches: Sequence[ProbeBatch], spec: ModelSpec) -> list[ProbeBatch]:
-    """Return the batches with their token ids reduced to the vocabulary of `spec`."""
+    """Return the batches with their token ids reduced modulo the vocabulary size of `spec`."""
     return [replaced(batch, input_ids=batch.input_ids % spec.vocab_size) for batch in batches]

@@ -1,10 +1,10 @@
-"""Compute the logits of both sides of a verification, transformers' and gptkit's, in memory or one layer at a time.
+"""Compute the logits of both models of a verification, transformers' and gptkit's.
 
-The reference is transformers' own class, loaded without remote code. If a model is larger than memory, both sides run
-their own unchanged forward method with parameters on the meta device. Just before a layer (or the embedding, the last
-norm, the head) is called, its weights are read from the files, and they are dropped afterwards. All batches pass a
-layer before the next one is read (see `passes`). This needs memory for the largest layer, twice while it is converted,
-and for the activations.
+The reference is transformers' own class, loaded without remote code. Both models run in memory, or one layer at a time
+if they are larger than memory. In the latter case both run their own unchanged forward method with parameters on the
+meta device. The weights of a layer (or of the embedding, last norm or head) are read from the files just before it is
+called, and dropped afterwards. All batches go through a layer before the next layer is read (see `passes`). This needs
+memory for the largest layer, twice while it is converted, and for the activations.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ _KEPT_BYTES = 256 * 2**20
 
 @contextmanager
 def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Yield a folder that `AutoModelForCausalLM.from_pretrained` can load. This is the checkpoint's own folder if
-    possible, else a temporary folder with converted HF files. Raises CannotExpress if no transformers class computes
-    the tree.
+    """Yield a folder that `AutoModelForCausalLM.from_pretrained` can load.
+
+    This is the checkpoint's own folder if possible, else a temporary folder with converted HF files. Raises
+    CannotExpress if no transformers class computes the model.
     """
     architecture = checkpoint.architecture
     if architecture is None:
@@ -93,8 +94,9 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype, inside a `with`. transformers' XGLM creates the lowest number of fp64 in the default
-    dtype, and fp32 cannot represent it.
+    """Set torch's default dtype, inside a `with`.
+
+    transformers' XGLM creates the lowest fp64 number as a tensor of the default dtype, and it is out of range for fp32.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -105,7 +107,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def auto_class(config: Mapping[str, Any]) -> Any:
-    """Return the transformers auto class for a config.json."""
+    """Return the transformers auto class for a config.json, such as `AutoModelForCausalLM`."""
     import transformers
 
     family = BY_MODEL_TYPE.get(str(config.get("model_type")))
@@ -117,17 +119,23 @@ def auto_class(config: Mapping[str, Any]) -> Any:
 
 
 def leave_out(model: Any, parts: Iterable[str]) -> list[str]:
-    """Remove parts that the files lack from transformers' model. Return the tensors that are then missing: none."""
+    """Set parts of transformers' model to None that the files do not have, such as a pooler.
+
+    Return an empty list, because no tensor is missing after that.
+    """
     for part in parts:
         setattr(model, part, None)
     return []
 
 
 def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
-    """Return the transformers model in `folder` in eval mode, loaded with the argument `dtype`.
+    """Load the transformers model in `folder` in eval mode, with this dtype and attention implementation.
 
-    `model.to(dtype)` would round its rotary frequencies too. Raises CheckpointError if transformers initialised a
-    tensor at random or ignored one, and GptkitError if it cannot load the folder.
+    Converting a loaded model with `model.to(dtype)` would round its rotary frequencies too.
+
+    Raises:
+        CheckpointError: transformers initialised a tensor at random, or ignored one.
+        GptkitError: transformers cannot load the folder.
     """
     config = json.loads((folder / "config.json").read_text("utf-8"))
     if (model := own_reference(config, dtype, attention)) is not None:
@@ -187,16 +195,16 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
 def _class_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
     """Return the arguments with which transformers builds a model.
 
-    Its default way to compute a mixture of experts does not support fp64.
+    In fp64 they include another implementation of experts, because the default one does not support this dtype.
     """
     experts = "eager" if dtype == torch.float64 else None
     return {"dtype": dtype, "attn_implementation": attention, "experts_implementation": experts}
 
 
 def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str) -> Any:
-    """Return the reference model of a family that transformers lacks (`Architecture.model`), without weights.
+    """Return a reference model, without weights, for a model family that transformers does not have.
 
-    Return None for other families.
+    The family's definition names the function that builds it (`Architecture.model`). Return None for other families.
     """
     family = BY_MODEL_TYPE.get(str(config.get("model_type")))
     if family is None or not family.model:
@@ -207,7 +215,10 @@ def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str)
 
 
 def _compute_experts_plainly(model: Any) -> None:
-    """Compute experts one by one if their rows are no multiple of 16 bytes, as torch's grouped product requires."""
+    """Make transformers compute experts one by one if torch's grouped matrix product does not support their sizes.
+
+    It requires rows whose size is a multiple of 16 bytes.
+    """
     owners = [module for module in model.modules() if not isinstance(module, nn.Conv1d)]  # their kernels are no experts
     stacked = [parameter for owner in owners for parameter in owner.parameters(recurse=False) if parameter.ndim == 3]
     if any(parameter.shape[dim] * parameter.element_size() % 16 for parameter in stacked for dim in (1, 2)):
@@ -215,10 +226,10 @@ def _compute_experts_plainly(model: Any) -> None:
 
 
 def begin_anew(model: Any, family: Architecture | None) -> None:
-    """Make every forward pass independent of previous ones.
+    """Make every forward pass of transformers' model independent of previous ones.
 
-    With dynamic rotary scaling, transformers' modules keep the frequencies for the longest sequence so far, some for
-    each kind of layer. A family declares what else its model keeps.
+    With dynamic rotary scaling, transformers' modules keep the frequencies of the longest sequence so far. If other
+    modules of a model family keep state, the family's definition resets it (`Architecture.prepare`).
     """
     if family is not None:
         family.prepare(model)
@@ -239,11 +250,12 @@ def begin_anew(model: Any, family: Architecture | None) -> None:
 
 
 class _Absent(Tensor):
-    """A parameter without values, of which only the shape can be used.
+    """A parameter of a model that runs one layer at a time, while its values are not in memory. Only its shape can be
+    used.
 
-    Without this class torch would compute some products with a tensor of the meta device from arbitrary memory. Its
-    `device` is that of the values that will replace it, because transformers' Llama 4 moves token ids to this device
-    before it calls the embedding.
+    A plain meta tensor would not do, because torch computes some products with it from arbitrary memory. This class
+    raises an error instead. Its `device` is the one of the later values, because transformers' Llama 4 moves token ids
+    to this device before it calls the embedding.
     """
 
     full_name: str
@@ -268,10 +280,14 @@ class _Absent(Tensor):
 
 
 class StreamedModel:
-    """A complete model, or one whose layers get their weights only while they compute.
+    """A model in memory, or a model whose layers get their weights only while they compute.
 
-    For the latter, `read` returns the values of a parameter by name. `lent` names the module whose parameters a layer
-    uses in addition to its own.
+    Args:
+        model: the torch module.
+        read: returns the values of a parameter by name; None if the model is complete.
+        dtype: the dtype of the parameters.
+        release: releases the memory that `read` used.
+        lent: for layers that also use the parameters of another module, the name of that module.
     """
 
     def __init__(
@@ -308,7 +324,7 @@ class StreamedModel:
             return run_together(call, batches, serve)
 
     def _fill(self, owners: Sequence[_Owner]) -> None:
-        """Read the weights of one layer, or of another module that is filled at once (`units_of`)."""
+        """Read the weights of one layer or other module. `owners` are its parameters."""
         assert self.read is not None
         with torch.inference_mode(False):
             for module, name, full in owners:
@@ -340,15 +356,20 @@ _Owner = tuple[nn.Module, str, str]  # a module, the name in it of a parameter, 
 
 
 def _owners(module: nn.Module, path: str) -> list[_Owner]:
-    """Return every parameter in a module: the submodule that has it, its name there, and its full name in the model."""
+    """Return, for every parameter of a module: the submodule that has it, its name there, and its full name in the
+    model.
+
+    `path` is the name of the module in the model, with a dot at the end.
+    """
     names = [name.rpartition(".") for name, _ in module.named_parameters(remove_duplicate=False)]
     return [(module.get_submodule(at), name, f"{path}{at}{dot}{name}") for at, dot, name in names]
 
 
 def units_of(model: nn.Module, lent: Mapping[nn.Module, str] | None = None) -> list[tuple[nn.Module, list[_Owner]]]:
-    """Return the modules whose weights are read and dropped together, with their parameters.
+    """Return the modules whose weights are read and dropped together, each with its parameters.
 
-    These are the layers, with the parameters that they use, and all other modules that have weights themselves.
+    These are the layers, and all modules outside of layers that have parameters themselves. `lent` is the argument of
+    `StreamedModel`.
     """
     units: list[tuple[nn.Module, list[_Owner]]] = []
 
@@ -367,7 +388,7 @@ def units_of(model: nn.Module, lent: Mapping[nn.Module, str] | None = None) -> l
 
 
 def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> StreamedModel:
-    """Return gptkit's decoder of a tree. It reads its weights from the files, one layer at a time."""
+    """Return gptkit's decoder for a model. It reads its weights from the files, one layer at a time."""
     tied = tree.spec.tied
     with torch.device("meta"):
         model = Decoder(tree.spec, attention).to(dtype).eval()
@@ -388,9 +409,9 @@ def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Strea
 
 
 def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> StreamedModel:
-    """Return transformers' model. It reads its weights from the checkpoint's files, one layer at a time.
+    """Return transformers' model for a checkpoint. It reads its weights from the files, one layer at a time.
 
-    Raises CannotExpress if no transformers class computes this tree.
+    Raises CannotExpress if no transformers class computes the model.
     """
     import transformers
 
@@ -459,7 +480,9 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Put parameters that this thread creates inside a `with` on the meta device, but buffers in memory."""
+    """Create parameters on the meta device inside a `with`, but buffers in memory. This applies to
+    the current thread.
+    """
     builder = threading.get_ident()
 
     def on_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -479,7 +502,14 @@ _Watch = Callable[[nn.Module], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Sides:
-    """Both models of a verification. They run in memory, or one layer at a time if `folder` is None."""
+    """The two models of a verification.
+
+    They run in memory, or one layer at a time if `folder` is None.
+
+    Attributes:
+        source: the checkpoint that transformers loads (the reference). target: the checkpoint that gptkit loads (the
+      candidate). It may be the same one.
+    """
 
     source: Checkpoint
     target: Checkpoint
@@ -488,7 +518,14 @@ class Sides:
     def reference(
         self, batches: Sequence[ProbeBatch], dtype: torch.dtype, path: str, watch: _Watch = nullcontext
     ) -> list[Tensor]:
-        """Return transformers' logits at tokens without padding, (N, V) per batch."""
+        """Return transformers' logits at tokens without padding, (N, V) per batch.
+
+        Args:
+            batches: the inputs.
+            dtype: the dtype to compute in.
+            path: the attention implementation.
+            watch: returns a context with hooks on the model, which is active while it runs.
+        """
         if self.folder is None:
             stream = stream_reference(self.source, dtype, path)
         else:
@@ -504,7 +541,15 @@ class Sides:
         watch: _Watch = nullcontext,
         tree: Tree | None = None,
     ) -> list[Tensor]:
-        """Return gptkit's logits: those of the target, or of a tree that is read from it."""
+        """Return gptkit's logits at tokens without padding, (N, V) per batch.
+
+        Args:
+            batches: the inputs.
+            dtype: the dtype to compute in.
+            path: the attention implementation.
+            watch: returns a context with hooks on the model, which is active while it runs.
+            tree: a model to run instead of the target, such as a repaired one.
+        """
         if self.folder is None:
             stream = stream_candidate(tree or self.target, dtype, path)
         elif tree is None:
@@ -517,7 +562,10 @@ class Sides:
 
 @contextmanager
 def sides(source: Checkpoint, target: Checkpoint, stream: bool) -> Iterator[Sides]:
-    """Yield both sides while the reference's folder exists. Raises CannotExpress as `reference_folder`."""
+    """Yield the two models of a verification. A temporary folder for transformers is removed at the end.
+
+    Raises CannotExpress if no transformers class computes the model.
+    """
     place: AbstractContextManager[Path | None] = nullcontext() if stream else reference_folder(source)
     with place as folder:
         yield Sides(source, target, folder)

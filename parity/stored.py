@@ -1,8 +1,8 @@
-"""Compare the stored tensors of two checkpoints byte by byte, and find the rows of tables that the probe must read.
+"""Compare the stored tensors of two checkpoints byte by byte, and find the table rows that the probe must read.
 
-A weight of a layer affects every logit, but a row of a table only matters if its token or position is in the input. So
-the probe must read every row that differs, unless both models give the same logits for it without their layers
-(`_front_to_back`), which is cheap to compute.
+A weight of a layer affects every logit. A row of an embedding or position table only matters if its token or position
+is in the input. So the probe must read every row that differs. It may skip a row for which both models give the same
+logits without their layers (`_front_to_back`), which is cheap to compute.
 """
 
 import math
@@ -43,7 +43,7 @@ _TIMES = 4.0
 
 @dataclass(frozen=True)
 class BytesVerdict:
-    """The comparison of the bytes of tensors."""
+    """The result of comparing the bytes of all tensors of two checkpoints."""
 
     compared: int  # the number of compared tensors
     against: str  # the reference, in words
@@ -54,17 +54,26 @@ class BytesVerdict:
 
     @property
     def hold(self) -> bool:
-        """Return whether the bytes are as required: all the same, or not required to be."""
+        """Return whether the check passes: all bytes are the same, or the two models need not have the same bytes."""
         return not (self.required and self.different)
 
 
 def compare_bytes(source: Checkpoint, target: Checkpoint, required: bool) -> tuple[BytesVerdict, _Rows]:
-    """Compare all tensors that both checkpoints have, and their draft heads, and return also the rows of tables that
-    differ.
+    """Compare the bytes of all tensors that both checkpoints have, including those of draft heads.
 
-    If both are the same checkpoint, compare it with its own round trip through gptkit's layouts. Of tables with
-    different numbers of rows the common rows are compared. `required` says whether the trees need the same bytes.
-    Raises CheckpointError if a gptkit folder does not match its manifest.
+    If both are the same checkpoint, it is compared with its own tensors after a conversion to gptkit's layout and back.
+    If a table has a different number of rows in the two, the common rows are compared.
+
+    Args:
+        source: the reference.
+        target: the candidate.
+        required: whether the two models need the same bytes to compute the same function.
+
+    Returns:
+        The result, and for each table (embedding, positions) the indices of the rows that differ.
+
+    Raises:
+        CheckpointError: the files of a gptkit folder do not match its manifest.
     """
     if source is target:
         return _forth_and_back(source), {}
@@ -102,7 +111,7 @@ def compare_bytes(source: Checkpoint, target: Checkpoint, required: bool) -> tup
 
 
 def _forth_and_back(source: Checkpoint) -> BytesVerdict:
-    """Convert the source's tensors through their layouts in both directions, and compare them."""
+    """Convert the checkpoint's tensors to gptkit's layout and back, and compare the result with the files."""
     different = []
     for leaf in source.leaves:
         stored = source.read(leaf)
@@ -123,7 +132,7 @@ def _forth_and_back(source: Checkpoint) -> BytesVerdict:
 
 
 def _rows(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> np.ndarray:
-    """Return which rows differ, (number of rows,) of bool: in bytes or, for two dtypes, in value."""
+    """Return which rows differ, as booleans (rows,). Rows of two dtypes are compared by value, else by bytes."""
     step = max(1, (1 << 20) // max(math.prod(a.shape[1:]), 1))
     differing = np.zeros(len(a), bool)
     for start in range(0, len(a), step):
@@ -147,15 +156,17 @@ def rows_to_probe(
     long: bool,
     up_to: int | None,
 ) -> tuple[list[ProbeBatch], list[str]]:
-    """Return batches for the differing rows that no batch reads, and in words the rows that remain unread.
+    """Return more batches, which read the differing table rows that no batch reads yet.
+
+    Also return, in words, which differing rows remain unread.
 
     Args:
         source: the reference.
         target: the candidate.
-        rows: the rows of each table that differ.
+        rows: the indices of the rows of each table that differ.
         batches: the probe.
-        required: whether the trees need the same bytes. A few rows are then enough to show the effect.
-        long: read all rows.
+        required: whether the two models need the same bytes. If so, a few rows are enough to show the effect.
+        long: read all differing rows.
         up_to: the longest sequence that matters, in tokens.
     """
     tokens = max(batch.input_ids.shape[1] for batch in batches)
@@ -187,19 +198,19 @@ def rows_to_probe(
 
 
 class Reached:
-    """A record of the experts that received tokens. The weights of other experts affect no logit."""
+    """A record of the experts to which tokens were routed. The weights of other experts affect no logit."""
 
     def __init__(self) -> None:
         self.experts: set[str] = set()
 
     def watch(self, model: nn.Module) -> ExitStack:
-        """Record, inside a `with`, the paths of the experts that compute."""
+        """Record the paths of the experts that compute. Returns a context that removes the hooks when it ends."""
         parts = [(path.rpartition("."), module) for path, module in model.named_modules() if ".experts." in path]
         last = [(expert, module) for (expert, _, name), module in parts if name == "down_proj"]
         return hooked(m.register_forward_hook(lambda *_, path=path: self.experts.add(path)) for path, m in last)
 
     def left_out(self, names: Sequence[str]) -> list[str]:
-        """Return, in words, the experts that have some of the tensors `names` and received no token."""
+        """Return, in words, which experts own some of the tensors `names` but received no token."""
         owners = dict.fromkeys(name.rsplit(".", 2)[0] for name in names if ".experts." in name)
         idle = [path for path in owners if path not in self.experts]
         if not idle:
@@ -209,7 +220,7 @@ class Reached:
 
 
 def _too_many(unread: np.ndarray, name: str) -> str:
-    """Return, in words, which rows of the table `name` no batch reads."""
+    """Return a message that says which rows of the table `name` no batch reads. `unread` are their indices."""
     if len(unread) == 1:
         return f"row {unread[0]:,} of {name}, which holds other values and which no batch reads: --long has it read"
     rows = f"{len(unread):,} rows of {name}, {unread[0]:,} the first"
@@ -217,12 +228,18 @@ def _too_many(unread: np.ndarray, name: str) -> str:
 
 
 def _alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: np.ndarray) -> np.ndarray:
-    """Return which of these rows of a table give the same logits in both models without their layers, (N,) of bool.
+    """Return which rows of a table give the same logits in both models if their layers are left out, as booleans (N,).
 
-    A swap that changes the basis of the residual stream changes the table, and also the last norm and the head. In
-    these logits the change of basis cancels, so only rows with another change show. Each row is added to that of token
-    0, so that the row's size matters. The logits are computed in fp64. The allowed difference is the reference's
-    rounding to fp32 for this row, or the median over all rows if that is larger.
+    A swap may change the basis of the residual stream, and so the table, the last norm and the head. In these logits
+    the change of basis cancels, so that only rows with another change differ. Each row is added to the row of token 0,
+    because a norm would hide the size of a single row. The logits are computed in fp64. The allowed difference is a
+    multiple of the reference's rounding to fp32 for this row, or of the median over all rows if that is larger.
+
+    Args:
+        source: the reference.
+        target: the candidate.
+        name: the table, the embedding or the position table.
+        rows: the indices of the rows, (N,).
     """
     if not len(rows):
         return np.zeros(0, bool)
@@ -243,11 +260,22 @@ def _alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: 
 
 
 def _front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the logits (N, columns) of a tree without its layers, for rows (N,) of one of its tables."""
+    """Return the logits of a model without its layers: embedding, last norm and head.
+
+    Args:
+        checkpoint: the model.
+        name: the table that `rows` belongs to, the embedding or the position table.
+        rows: the indices of rows of this table, (N,).
+        columns: the tokens whose logits are computed, (columns,).
+        dtype: the dtype to compute in.
+
+    Returns:
+        The logits, (N, columns).
+    """
     spec, indices, first = checkpoint.spec, torch.arange(len(rows)), torch.zeros_like(rows)
 
     def read(name: str, ids: Tensor) -> Tensor:
-        """Read some rows of a table, or all of a norm or a projection."""
+        """Read the rows `ids` of a table. Of a norm or a projection, read everything."""
         array, stored = checkpoint.tensor(name)
         return torch.from_numpy(
             to_float64(array if "norm" in name or "projection" in name else array[ids.numpy()], stored)

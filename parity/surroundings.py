@@ -1,4 +1,4 @@
-"""Compare the small files of two checkpoints: the trees, config.json and the tokenizer's files."""
+"""Compare everything but the weights of two checkpoints: the component trees, config.json and the tokenizer's files."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ _TOLD = 4  # the number of names in a line
 
 @dataclass(frozen=True)
 class TreeChange:
-    """A field in which two trees differ."""
+    """A field of a component that has different values in models A and B."""
 
     path: str  # the field's path, "blocks.*.…" inside layers
     layers: str | None  # the numbers of the layers that differ, such as "0-3"; None outside of layers
@@ -33,7 +33,7 @@ class TreeChange:
 
 @dataclass(frozen=True)
 class FileChange:
-    """A small file that differs or that only one side has."""
+    """A small file, such as config.json, that differs between two checkpoints or that only one of them has."""
 
     name: str
     only: str | None  # the side ("a", "b") that has the file
@@ -41,7 +41,10 @@ class FileChange:
 
 
 def changed_tree(a: ModelSpec, b: ModelSpec) -> list[TreeChange]:
-    """Return the differences of two trees, grouped over layers; layers are paired by number."""
+    """Return the fields that differ between two component trees. Layers are paired by number.
+
+    The same difference in several layers is one item of the list.
+    """
     grouped: dict[tuple[str, str, str], list[int]] = {}
     layers = min(len(a.blocks), len(b.blocks))
     tree_a, tree_b = (msgspec.structs.replace(tree, blocks=tree.blocks[:layers]) for tree in (a, b))
@@ -60,10 +63,14 @@ def changed_tree(a: ModelSpec, b: ModelSpec) -> list[TreeChange]:
 
 
 def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
-    """Return, for each layer of B, the layer of A with the same weights (None if there is none).
+    """Find layers that moved, for models with different numbers of layers.
 
-    This is for models with different numbers of layers. Layers are compared by one row of the attention output
-    projection. Return None if no layer moved, or if layers are too similar to decide.
+    Two layers are the same if one row of their first output projections is equal.
+
+    Returns:
+        For each layer of B, the layer of A with the same weights, or None for a new layer. The result is None if no
+        layer
+        moved, or if the layers of a model are too similar to each other to decide.
     """
     if len(a.spec.blocks) == len(b.spec.blocks):
         return None
@@ -77,9 +84,9 @@ def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
 
 
 def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
-    """Return one row of each layer's first output projection, as bytes of fp64.
+    """Return one row of each layer's first output projection, as the bytes of fp64 values.
 
-    Return an empty list if a layer has no such projection.
+    Return an empty list if a layer has no output projection.
     """
     names: dict[int, str] = {}
     for parameter in checkpoint.spec.parameters():
@@ -96,7 +103,7 @@ def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
 
 
 def _words(value: Any) -> str:
-    """Return a value of the tree in words; a component by the name of its kind."""
+    """Return a field's value in words. For a component, this is the name of its class."""
     if hasattr(value, "__struct_fields__"):
         return type(value).__name__
     if isinstance(value, bool):
@@ -105,9 +112,9 @@ def _words(value: Any) -> str:
 
 
 def changed_files(a: TensorFiles, b: TensorFiles) -> list[FileChange]:
-    """Return the differences of config.json and of the tokenizer's files; none if one side has no such files.
+    """Return the differences of config.json and the tokenizer's files.
 
-    If one of the files is stored inside a GGUF, only the tokens are compared.
+    The list is empty if one checkpoint has no such files. If one of them is a GGUF, only the tokens are compared.
     """
     stored = all(side.format in ("hf", "local") for side in (a, b))
     try:
@@ -128,7 +135,9 @@ def changed_files(a: TensorFiles, b: TensorFiles) -> list[FileChange]:
 
 
 def _texts(checkpoint: TensorFiles) -> Mapping[str, bytes]:
-    """Return the small files of a checkpoint by name, without licences; those of a GGUF come from its metadata."""
+    """Return the contents of a checkpoint's small files by name, without licences. A GGUF stores
+    them in its metadata.
+    """
     paths = {file.name: file.path for file in companions_in(checkpoint.folder) if not is_licence(file.name)}
     stored = checkpoint.format in ("hf", "local")
     texts = {name: bytes_of(path) for name, path in paths.items()} if stored else dict(checkpoint.texts)
@@ -137,14 +146,17 @@ def _texts(checkpoint: TensorFiles) -> Mapping[str, bytes]:
 
 
 def bytes_of(path: Path) -> bytes:
-    """Return the content of a file. For a very long file, return its first bytes and its size instead."""
+    """Return the content of a file. Of a file above `MOST_BYTES`, return the first bytes and then the file's size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         return file.read() if size <= MOST_BYTES else file.read(MOST_BYTES) + str(size).encode()
 
 
 def what_differs(name: str, x: bytes, y: bytes) -> tuple[str, ...] | None:
-    """Return the differences of a file's two versions in words; None if only the formatting differs."""
+    """Return, in words, how two versions of a file differ; None if only the formatting of the JSON differs.
+
+    The result is empty if the file is not a JSON object. `x` and `y` are the contents.
+    """
     if x == y:
         return None
     try:
@@ -159,7 +171,10 @@ def what_differs(name: str, x: bytes, y: bytes) -> tuple[str, ...] | None:
 
 
 def _keys(data_a: dict[str, Any], data_b: dict[str, Any]) -> tuple[str, ...]:
-    """Return the keys that differ between two objects, each with both values in short form."""
+    """Return the keys that differ between two JSON objects, each with both values in short form.
+
+    Keys that transformers 4 and 5 spell differently are reported as another spelling if they mean the same.
+    """
 
     def short(data: dict[str, Any], key: str) -> str:
         text = json.dumps(data[key], ensure_ascii=False) if key in data else "absent"
@@ -176,7 +191,7 @@ def _keys(data_a: dict[str, Any], data_b: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _rope(config: dict[str, Any]) -> Any:
-    """Return the rotary positions of a config.json in one spelling: that of transformers 5, `rope_parameters`."""
+    """Return the RoPE fields of a config.json as `rope_parameters`, which transformers 5 uses."""
     parts = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
     if not all(isinstance(part, dict) for part in parts):
         return [config.get(name) for name in _ROPE]
@@ -225,7 +240,10 @@ def _vocabularies(data_a: dict[str, Any], data_b: dict[str, Any]) -> tuple[str, 
 
 
 def _other_parts(data_a: dict[str, Any], data_b: dict[str, Any], same_ids: bool) -> list[str]:
-    """Return the parts of a tokenizer.json that differ, besides token ids and merges."""
+    """Return the names of the parts of two tokenizer.json that differ, besides token ids and merges.
+
+    `same_ids` says whether the token ids are the same.
+    """
     known = {"model", "version"} if same_ids else {"model", "version", "added_tokens"}  # version: of the file's format
     parts = [key for key in {**data_a, **data_b} if key not in known and data_a.get(key) != data_b.get(key)]
     models = [data["model"] if isinstance(data.get("model"), dict) else {} for data in (data_a, data_b)]
@@ -236,7 +254,10 @@ def _other_parts(data_a: dict[str, Any], data_b: dict[str, Any], same_ids: bool)
 
 
 def _merges(data: dict[str, Any]) -> Any:
-    """Return the merges of a tokenizer.json, each as a pair. Files before tokenizers 0.20 write it as one string."""
+    """Return the merges of a tokenizer.json as pairs of tokens.
+
+    Files that were written before tokenizers 0.20 store a pair as one string.
+    """
     model = data.get("model")
     merges = model.get("merges") if isinstance(model, dict) else None
     if not isinstance(merges, list):
@@ -245,7 +266,7 @@ def _merges(data: dict[str, Any]) -> Any:
 
 
 def _tokens(data: dict[str, Any]) -> dict[str, int] | None:
-    """Return the token ids of a tokenizer.json by token; None if it has an unknown form."""
+    """Return the ids of all tokens of a tokenizer.json; None if gptkit does not know the file's structure."""
     try:
         return Vocabulary({**data, "added_tokens": data.get("added_tokens") or ()}, {}).tokens
     except (LookupError, TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""Compare two tensors of one shape a few rows at a time, in fp64.
+"""Compare two tensors A and B of one shape, some rows at a time, in fp64.
 
 Bytes are compared first, and nothing is computed as long as they are equal. Otherwise one pass computes the sums for
-all figures. A matrix gets a second pass for the rank of the change (`low_rank`).
+all figures. A matrix gets a second pass to compute the rank of its change (`low_rank`).
 """
 
 import math
@@ -27,7 +27,9 @@ _TINY = 1e-270  # smaller sums of squares mean nothing, because the squares may 
 
 @dataclass
 class TensorFigures:
-    """The differences of two tensors of one shape. Sums and extremes only include values that are finite in both."""
+    """The comparison of two tensors A and B of one shape. Sums and extremes only include values that are finite in
+    both.
+    """
 
     elements: int  # the number of values
     changed: int = 0  # the number of values that differ
@@ -71,7 +73,7 @@ class TensorFigures:
 
     @property
     def scale(self) -> float | None:
-        """Return s if B is s times A, up to rounding; None if there is no such number, or if it is 1."""
+        """Return the factor s if B is s times A, up to rounding; None if there is no such factor, or if it is 1."""
         if not (self.square_a > 0 and self.square_b > 0 and math.isfinite(self.square_a + self.square_b)):
             return None
         factor = self.product / self.square_a
@@ -86,13 +88,15 @@ class TensorFigures:
 def compare_tensors(
     a: Array, dtype_a: str, b: Array, dtype_b: str, *, rank: bool = True, pause: Callable[[int], None] = lambda _: None
 ) -> TensorFigures:
-    """Compare two arrays of one shape, and return the figures.
+    """Compare two arrays A and B of one shape.
+
+    numpy has no bf16 and fp8, so arrays of these dtypes have integers with the same bits.
 
     Args:
-        a: an array, or a view of a file, in its carrier dtype.
-        dtype_a: the dtype in which it is stored.
-        b: the other array.
-        dtype_b: the dtype in which the other array is stored.
+        a: A, which may be memory-mapped.
+        dtype_a: the name of its dtype, such as "BF16".
+        b: B.
+        dtype_b: the name of its dtype.
         rank: also compute the rank of the change.
         pause: called after each chunk with the number of bytes read. It may raise an exception to stop.
     """
@@ -114,9 +118,9 @@ def same_bytes(x: Array, y: Array) -> bool:
 
 
 class _Pair:
-    """Two tensors of one shape as matrices.
+    """Two tensors A and B of one shape, as matrices that are read some rows at a time.
 
-    If possible, the axes are ordered so that both files are read forwards.
+    If both are stored transposed, the matrices are transposed, so that the files are read forwards.
     """
 
     def __init__(self, a: Array, dtype_a: str, b: Array, dtype_b: str, pause: Callable[[int], None]) -> None:
@@ -132,7 +136,9 @@ class _Pair:
         self.shape = self.a.shape
 
     def chunks(self) -> Iterator[tuple[slice, Array, Array]]:
-        """Yield some rows of both tensors at a time: their slice, and two contiguous arrays in carrier dtypes."""
+        """Yield some rows of both matrices at a time: the slice of rows, and two contiguous arrays in the stored
+        dtypes.
+        """
         rows, columns = self.shape
         if not rows or not columns:
             return
@@ -144,9 +150,10 @@ class _Pair:
             self.pause(x.nbytes + y.nbytes)
 
     def walk(self) -> Iterator[tuple[slice, Array, Array, bool]]:
-        """Yield some rows at a time: their slice, A's and B's rows in fp64, and whether their bytes are equal.
+        """Yield some rows of both matrices at a time: the slice of rows, A and B in fp64, and whether their bytes are
+        equal.
 
-        If they are equal, A's rows are given twice.
+        If the bytes are equal, the two arrays are the same object.
         """
         for part, x, y in self.chunks():
             equal = self.dtypes[0] == self.dtypes[1] and same_bytes(x, y)
@@ -154,7 +161,9 @@ class _Pair:
             yield part, wide, wide if equal else to_float64(y, self.dtypes[1]), equal
 
     def same(self) -> bool:
-        """Return whether all bytes are equal or, for two dtypes, all values; stop at the first difference."""
+        """Return whether A and B are equal, by bytes or, if their dtypes differ, by value. Stops at the first
+        difference.
+        """
         first, second = self.dtypes
         if first == second:
             return all(same_bytes(x, y) for _, x, y in self.chunks())
@@ -162,7 +171,9 @@ class _Pair:
 
 
 class _Sums:
-    """The state of one pass: the sums, the changed rows, possible roundings, and the sketch of the change."""
+    """The running state of a pass over two tensors A and B: sums, changed rows, and the sketch for
+    the rank of B - A.
+    """
 
     def __init__(self, pair: _Pair, rank: bool) -> None:
         rows, columns = pair.shape
@@ -179,7 +190,14 @@ class _Sums:
         self.sketch = Sketch(rows, columns, self.dtype) if wanted else None
 
     def add(self, rows: slice, x: Array, y: Array, equal: bool) -> None:
-        """Add some rows of A and B. `equal` says that their bytes are the same."""
+        """Add some rows of A and B.
+
+        Args:
+            rows: the slice of rows.
+            x: these rows of A in fp64.
+            y: these rows of B in fp64.
+            equal: whether their stored bytes are equal.
+        """
         with np.errstate(invalid="ignore", over="ignore"):
             if not equal:
                 self._look(x, y)
@@ -203,7 +221,9 @@ class _Sums:
             self.sketch.add(change)
 
     def _look(self, x: Array, y: Array) -> None:
-        """Find the dtypes that can represent the values, and whether one side is the rounding of the other."""
+        """Update which dtypes can represent the values exactly, and whether A or B can be the other
+        one after rounding.
+        """
         for values, grids in zip((x, y), self.grids, strict=True):
             while len(grids) > 1 and not _rounds(values, grids[0], values):
                 grids.pop(0)
@@ -213,9 +233,9 @@ class _Sums:
         ]
 
     def _finite(self, rows: slice, x: Array, y: Array) -> tuple[Array, Array]:
-        """Return the rows of A and B, with 0 in both wherever one of them is not finite.
+        """Return these rows of A and B, with 0 in both wherever one of them is NaN or infinite.
 
-        These values, and those that changed among them, are counted.
+        The replaced values are counted in the figures, and also how many of them changed.
         """
         if math.isfinite(float(x.sum()) + float(y.sum())):
             return x, y
@@ -229,12 +249,12 @@ class _Sums:
         return np.where(both, x, 0.0), np.where(both, y, 0.0)
 
     def _mark(self, rows: slice, changed: Array) -> None:
-        """Mark the rows with changed values."""
+        """Note which rows have changed values. `changed` has a boolean for every value of these rows."""
         here = slice(None) if self.pair.turned else rows
         self.marks[here] |= changed.any(axis=0 if self.pair.turned else 1)
 
     def finished(self) -> TensorFigures:
-        """Return the figures once all rows were added."""
+        """Return the comparison. Call this after all rows were added."""
         figures, self.figures.grids = self.figures, (self.grids[0][0], self.grids[1][0])
         if figures.square == 0 and figures.largest > 0:
             figures.square = math.nan  # the square of the change underflows in fp64
@@ -248,7 +268,9 @@ class _Sums:
         return figures
 
     def _rank(self) -> Rank | None:
-        """Return the rank of the change. This takes a second pass if the sketch is not enough."""
+        """Return the rank of the change B - A; None if it was not asked for. This may read the
+        tensors a second time.
+        """
         square, grids = self.figures.square, self.figures.grids
         if self.sketch is None or not square >= _TINY or not math.isfinite(square):
             return None
@@ -272,7 +294,10 @@ class _Sums:
         return rank_of(spectrum, square, floor, grids)
 
     def _order(self) -> _Order | None:
-        """Return the axis along which B is a permutation of A, from a third pass if the sums of squares allow one."""
+        """Return "rows" or "columns" if B is A with these permuted, else None.
+
+        This reads the tensors once more, but only if the sums of squares of A and B are equal.
+        """
         square_a, square_b, square = self.figures.square_a, self.figures.square_b, self.figures.square
         if any(self.figures.not_finite) or not square >= _TINY:
             return None
@@ -296,14 +321,14 @@ class _Sums:
 
 
 def _dot(x: Array, y: Array) -> float:
-    """Return the sum of products, by rows first. BLAS is avoided because its threads and gptkit's would block each
-    other.
-    """
+    """Return the sum of products of two matrices. It avoids BLAS, whose threads would compete with gptkit's threads."""
     return float(np.einsum("ij,ij->i", x, y).sum())
 
 
 def _on(values: Array, grid: str) -> Array:
-    """Return fp64 values rounded to nearest even in the dtype `grid`, as fp64. Values out of range become infinite."""
+    """Return fp64 values rounded to nearest even in the dtype `grid`, as fp64. Values beyond its
+    range become infinite.
+    """
     if grid == "F64":
         return values
     if grid == "F16":
@@ -320,13 +345,13 @@ def _on(values: Array, grid: str) -> Array:
 def _rounds(values: Array, grid: str, rounded: Array) -> bool:
     """Return whether `rounded` is `values` rounded to the dtype `grid` (NaN equals NaN).
 
-    A few values are compared first, because most tensors differ in these.
+    Some values are compared first, because this decides most cases.
     """
     pairs = ((values[:1, :64], rounded[:1, :64]), (values, rounded))
     return all(np.array_equal(_on(x, grid), y, equal_nan=True) for x, y in pairs)
 
 
 def runs(marks: Array) -> tuple[tuple[int, int], ...]:
-    """Return the first and last index of each run of true values."""
+    """Return the first and last index of each run of consecutive true values."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], marks, [False])).astype(np.int8)))
     return tuple((int(first), int(last) - 1) for first, last in edges.reshape(-1, 2))

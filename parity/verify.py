@@ -79,7 +79,9 @@ one product alone, have 0.96 to 1.01 times the same error, and as a bound would 
 
 @dataclass(frozen=True)
 class Noise:
-    """The logit differences that rounding explains, and the difference of the two functions in fp64."""
+    """The rounding noise of both models, and the difference of their functions in fp64. All are
+    differences of logits.
+    """
 
     reference: float  # the reference's largest difference between fp32 and fp64
     candidate: float  # the candidate's largest difference between fp32 and fp64
@@ -89,12 +91,12 @@ class Noise:
 
     @property
     def allowed(self) -> float:
-        """Return the largest difference that the two functions may have in fp64."""
+        """Return the largest difference of logits in fp64 that rounding explains."""
         return max(self.reference, self.paths or 0.0) + self.candidate
 
     @property
     def imprecise(self) -> tuple[str, ...]:
-        """Return the dtypes in which the candidate rounds worse than the reference."""
+        """Return the dtypes in which the candidate's rounding errors are larger than the reference's."""
         return tuple(d for d, (ours, theirs) in self.errors.items() if not theirs <= IMPRECISE * ours)
 
     @property
@@ -129,14 +131,14 @@ class Verification(Shown):
 
     @property
     def verdict(self) -> Literal["identical", "equal", "different"]:
-        """Return the verdict on the logits."""
+        """Return "identical", "equal" (within the rounding noise) or "different" for the logits."""
         if all(prompt.identical for prompt in self.prompts):
             return "identical"
         return "equal" if self.noise is not None and self.noise.explains else "different"
 
     @property
     def same(self) -> bool:
-        """Return whether function and bytes agree, and nothing was left out that should have been compared."""
+        """Return whether logits and bytes agree, and everything was compared that the user did not exclude."""
         return self.verdict != "different" and (self.bytes is None or self.bytes.hold) and not self.limited
 
     @property
@@ -157,7 +159,7 @@ class Verification(Shown):
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of the packages whose numbers are compared."""
+    """Return the installed versions of transformers and torch."""
     return {name: version(name) for name in ("transformers", "torch")}
 
 
@@ -286,7 +288,16 @@ def _options(
     mutations: bool | None,
     flags: Mapping[str, bool | None],
 ) -> list[str]:
-    """Return the command-line options that repeat a comparison."""
+    """Return the command-line options that repeat a comparison.
+
+    Args:
+        dtype: the value of --dtype.
+        path: the value of --attention.
+        prompts: the values of --prompt.
+        up_to: the value of --up-to.
+        mutations: --mutations or --no-mutations; None for neither.
+        flags: further options without values, by name. They are included if they are true.
+    """
     options = ["--dtype", dtype, "--attention", path]
     options += [f"--prompt={prompt}" for prompt in prompts]  # one word, because a prompt may begin with dashes
     options += [] if up_to is None else ["--up-to", str(up_to)]
@@ -296,7 +307,7 @@ def _options(
 
 @dataclass(frozen=True)
 class _VerifyRun:
-    """Both models, and the attention path and the dtype in which `verify` runs them."""
+    """One run of `verify`: both models, the attention path and the dtype to compute in, and the notes for the user."""
 
     both: Sides
     path: Kernel
@@ -307,7 +318,11 @@ class _VerifyRun:
     def logits(
         self, batches: list[ProbeBatch], reached: Reached
     ) -> tuple[list[ProbeBatch], list[Tensor], list[Tensor]]:
-        """Return the batches on which transformers' logits are finite, and the logits of both models on them."""
+        """Run both models. Return the batches on which transformers' logits are finite, and both models' logits on
+        them.
+
+        `reached` records which experts of gptkit's model receive tokens.
+        """
         dtype_name = str(self.dtype).removeprefix("torch.")
         self.say("transformers")
         with _computable(dtype_name):
@@ -328,7 +343,14 @@ class _VerifyRun:
     def divergence(
         self, batches: list[ProbeBatch], noise: Noise | None, gaps: list[Tensor] | None, bisected: bool | None
     ) -> Divergence | None:
-        """Find the first component that differs, if the caller asks for it, or by default if the models differ."""
+        """Find the first component that differs, if the caller asks for it, or by default if the models differ.
+
+        Args:
+            batches: the inputs.
+            noise: the rounding noise; None if the logits are identical.
+            gaps: the difference of the logits at each position, (N,) per batch.
+            bisected: whether the caller asks for this; None for the default.
+        """
         different, allowed = noise is not None and not noise.explains, None
         if not (bisected or (different and bisected is None)):
             return None
@@ -340,7 +362,10 @@ class _VerifyRun:
     def damage(
         self, noise: Noise | None, damaged: bool | None, text: Callable[[Checkpoint], Sequence[int] | None]
     ) -> Damage | None:
-        """Measure the damage if the caller asks for it, or by default if both the trees and the functions differ."""
+        """Measure how much the change costs, if the caller asks for it (`damaged`).
+
+        By default, do so if both the component trees and the logits differ. `text` returns the token ids to measure on.
+        """
         source, target = self.both.source, self.both.target
         changed = without_rounding(source.spec) != without_rounding(target.spec)
         if not (damaged or (damaged is None and noise is not None and not noise.explains and changed)):
@@ -357,7 +382,15 @@ class _VerifyRun:
     def noise(
         self, batches: Sequence[ProbeBatch], reference: list[Tensor], candidate: list[Tensor]
     ) -> tuple[Noise, list[Tensor]]:
-        """Return the noise, and for each batch the difference of the two functions in fp64 at each position, (N,)."""
+        """Measure the rounding noise of both models.
+
+        Also return, for each batch, the difference of the fp64 logits of both models at each position, (N,).
+
+        Args:
+            batches: the inputs.
+            reference: transformers' logits in the run's dtype, per batch.
+            candidate: gptkit's logits in the run's dtype, per batch.
+        """
         both, path = self.both, self.path
         computed = {self.dtype: (reference, candidate)}
         if self.dtype != torch.float32:
@@ -388,14 +421,16 @@ class _VerifyRun:
 
 
 def resolved(checkpoint: Checkpoint) -> str:
-    """Return the reference of a checkpoint as text, with the commit if it came from the hub."""
+    """Return the name of a checkpoint as the user gave it. A model from the hub gets "@" and its commit."""
     revision = checkpoint.revision
     return checkpoint.reference if revision is None else f"{checkpoint.reference.partition('@')[0]}@{revision}"
 
 
 @contextmanager
 def _computable(dtype: str) -> Iterator[None]:
-    """Raise UsageError if this machine's kernels do not support a dtype."""
+    """Raise UsageError if torch cannot compute in this dtype on this machine. Use it in a `with` around the
+    computation.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -406,7 +441,11 @@ def _computable(dtype: str) -> Iterator[None]:
 
 
 def _attention(source: Checkpoint, path: str | None) -> Kernel:
-    """Return the attention path to compare on; raise UsageError for one that transformers computes wrongly."""
+    """Return the attention path ("sdpa" or "eager") to compare on; by default the first that transformers computes
+    correctly.
+
+    Raise UsageError for a path that transformers computes wrongly.
+    """
     architecture = source.architecture
     sound = ("sdpa", "eager") if architecture is None else architecture.reference(source.spec)
     path = sound[0] if path is None else path
@@ -473,7 +512,14 @@ def _batches(
 def _untested_lengths(
     specs: Sequence[ModelSpec], table: int | None, supported: int | None, long: bool
 ) -> Iterator[str]:
-    """Yield notes about sequence lengths that were not tested and at which the models may compute something else."""
+    """Yield notes about sequence lengths that the probe does not reach, and at which the models may differ.
+
+    Args:
+        specs: the component trees of the models.
+        table: the longest sequence that the models can process, in tokens; None for any.
+        supported: the longest sequence that transformers' class supports.
+        long: whether the probe has sequences beyond long windows and contexts.
+    """
     for limit in limits(*specs):
         if not passed(limit, table, long):
             possible = table is None or limit.beyond <= table
@@ -488,7 +534,10 @@ def _untested_lengths(
 
 
 def _require_finite(logits: Sequence[Tensor], whose: str, dtype: str) -> None:
-    """Raise InvalidInput if logits are not finite although the weights are."""
+    """Raise InvalidInput if logits are not finite.
+
+    The caller has checked the weights, so an activation overflows. `whose` and `dtype` are words for the message.
+    """
     if not all(bool(torch.isfinite(values).all()) for values in logits):
         raise InvalidInput(
             f"{whose} are NaN or infinite, although all weights are finite: an activation overflows in {dtype}",

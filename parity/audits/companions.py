@@ -32,7 +32,7 @@ def compare_companions(subject: Subject) -> Iterator[Finding]:
 
 
 def _companions(files: FileScan) -> dict[str, bytes]:
-    """Return the contents of the small files by name."""
+    """Return the contents of the small files in the folder (tokenizer, chat template, licence, …) by file name."""
     try:
         return {companion.name: bytes_of(companion.path) for companion in companions_in(files.folder)}
     except InvalidInput:

@@ -17,7 +17,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 
 def check_config(subject: Subject) -> Iterator[Finding]:
-    """Compare quantisation, number of experts and dtype in config.json with the tensors."""
+    """Report where quantisation, number of experts or dtype in config.json contradict the tensors."""
     files = subject.files
     if files.config is None:
         return
@@ -51,15 +51,14 @@ def check_config(subject: Subject) -> Iterator[Finding]:
 
 
 def _scaled(tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Return the tensors that belong to quantised weights.
+    """Yield the names of tensors that belong to quantised weights, such as scales and packed values.
 
-    Their names end as those of scales or packed values do, and a tensor of the same module has a low-bit dtype. One of
-    the two is not enough.
+    Such a tensor has a typical name ("….qweight"), and a tensor of the same module has a low-bit dtype.
     """
     low_bit_modules = {_module(name) for name, info in tensors.items() if info.dtype not in (*FLOATS, "BOOL", "I64")}
     return (name for name in tensors if _QUANTISED.search(name) and _module(name) in low_bit_modules)
 
 
 def _module(name: str) -> str:
-    """Return the module of a tensor, or of the weight that a part (`W.absmax`) belongs to."""
+    """Return the module's name, given the name of its weight or of a tensor of its quantised weight (`….absmax`)."""
     return _QUANTISED.sub("", name).removesuffix(".weight")

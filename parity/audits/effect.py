@@ -1,4 +1,7 @@
-"""Measure how much the logits of two trees differ, on a few random tokens. No other file of this folder needs torch."""
+"""Measure how much the logits of two models differ on a few random tokens.
+
+This is the only file of this folder that needs torch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,24 +24,27 @@ _ORDER = ("random tokens", "past", "long")
 
 @dataclass
 class Reweighed:
-    """A changed tree that reads its tensors from another tree with tensors of the same names and shapes."""
+    """A model with a changed config and the weights of another model, whose tensors have the same names and shapes."""
 
     spec: ModelSpec
     tensors: Tree
 
     def tensor(self, name: str) -> tuple[np.ndarray, str]:
-        """Read one tensor: (array in its carrier dtype, dtype)."""
+        """Read one tensor. Return its values (bf16 and fp8 as integers with the same bits) and the
+        name of its dtype.
+        """
         return self.tensors.tensor(name)
 
     def release(self) -> None:
-        """Release the pages that were read."""
+        """Release the memory-mapped pages that were read."""
         self.tensors.release()
 
 
 def effect(source: Tree, tree: Tree) -> str:
-    """Return, in words, how much a tree's logits differ from the source's, over the tokens of both vocabularies.
+    """Return, in words, how much the logits of `tree` differ from those of `source`, on random tokens.
 
-    Raises GptkitError if the logits cannot be computed.
+    If the vocabularies differ in size, only the tokens of both are compared. Raises GptkitError if the logits cannot be
+    computed.
     """
     common = min(source.spec.vocab_size, tree.spec.vocab_size)
     same = source.spec.vocab_size == tree.spec.vocab_size
@@ -53,9 +59,7 @@ def effect(source: Tree, tree: Tree) -> str:
 
 
 def _affordable(batches: Sequence[ProbeBatch], spec: ModelSpec) -> list[ProbeBatch]:
-    """Return the probe's random tokens, and those of its longer batches that a model of this size can run in a short
-    time.
-    """
+    """Return the batch of random tokens, and as many longer batches as a model of this size can run in a short time."""
     size = sum(parameter.count for parameter in spec.parameters())
     chosen = [batch for begin in _ORDER for batch in batches if batch.name.startswith(begin)]
     budget, affordable = _WORK, chosen[:1]

@@ -1,4 +1,4 @@
-"""Compare the weight files with their index."""
+"""Check the weight files and their index (model.safetensors.index.json)."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from .subject import Finding, Subject
 
 
 def check_files(subject: Subject) -> Iterator[Finding]:
-    """Compare the weight files with one another and with their index."""
+    """Report damaged weight files, tensors that are in several files, and faults of the index."""
     files, (single, index) = subject.files, subject.files.own
     for name, why in files.broken.items():
         remedy = f"Download {name} again, or save the model again with the program that wrote it."

@@ -1,4 +1,4 @@
-"""Compare the model's function with the source's: each field of config.json that changes the function is reported."""
+"""Report the changed fields of config.json that make the model compute another function than its source."""
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -64,7 +64,10 @@ def compare_function(subject: Subject) -> Iterator[Finding]:
 
 
 def _changed_fields(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that differ between two configs of one model type, by dotted path: (old value, new value)."""
+    """Return the fields that differ between two config.json files, by dotted path: (old value, new value).
+
+    Return nothing if the files have different values of model_type, or more than `_MOST` fields differ.
+    """
     if old is None or new is None or old.get("model_type") != new.get("model_type"):
         return {}
     changed = dict(_flat_changes(old, new))
@@ -84,7 +87,7 @@ def _flat_changes(
 
 
 def _edited(source: Subject, path: str, value: Any) -> ModelSpec | None:
-    """Return the source's tree with one field of its config changed; None if gptkit refuses that config."""
+    """Return the source's component tree with one field of its config changed; None if gptkit refuses this config."""
     if source.family is None:
         return None
     config: dict[str, Any] = dict(source.files.config or {})
@@ -103,7 +106,7 @@ def _edited(source: Subject, path: str, value: Any) -> ModelSpec | None:
 
 
 def _parts(config: Mapping[str, Any], path: str) -> list[str]:
-    """Split a dotted path into the keys of `config` that it consists of. A key may have dots itself."""
+    """Split a dotted path into the keys of `config` that it consists of. A key may contain dots itself."""
     for key, value in config.items():
         if isinstance(value, dict) and path.startswith(f"{key}."):
             return [key, *_parts(value, path.removeprefix(f"{key}."))]
@@ -111,7 +114,7 @@ def _parts(config: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _words(a: ModelSpec, b: ModelSpec) -> dict[str, str]:
-    """Return the differences of two trees in words, by the name of the aspect (attention, norm, …)."""
+    """Describe the differences of two models in words, by the name of what differs ("attention", "norm", …)."""
     if without_rounding(a) == without_rounding(b):
         return {}
     changed: dict[str, str] = {}
@@ -151,7 +154,10 @@ def _by_name(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[Finding]:
 
 
 def _other_effect(source: Subject, path: str, old: Any, new: Any) -> Iterator[Finding]:
-    """Report a field that does not change the tree, if it affects other parts of the model or the stored weights."""
+    """Report a changed config field that does not affect the logits of the language model but something else.
+
+    Examples are the model class, the dtype, special tokens, quantisation, or an image encoder.
+    """
     statement = f"{CONFIG}: {path} is {_value(new)}, but {_value(old)} in the original model"
     top, key = path.partition(".")[0], path.rpartition(".")[2]
     part = source.family.part if source.family is not None else ""
@@ -176,7 +182,7 @@ def _other_effect(source: Subject, path: str, old: Any, new: Any) -> Iterator[Fi
 
 
 def _opened(subject: Subject, source: Subject) -> tuple[Checkpoint, Checkpoint] | None:
-    """Return both checkpoints if both load and are small enough to run."""
+    """Return both checkpoints; None if one does not load or is too large to run."""
     if find_spec("torch") is None or not subject.files.fetched or not source.files.fetched:
         return None
     if not subject.values and max(_bytes(subject), _bytes(source)) > _MEASURED:
@@ -193,8 +199,8 @@ def _bytes(subject: Subject) -> int:
 def _effect_of_field(subject: Subject, source: Subject, edited: ModelSpec) -> str:
     """Return, in words, how much the logits change if only one field of the source's config is changed.
 
-    `edited` is the source's tree after this change. Return "" if the models cannot be run, or if the change needs other
-    tensors.
+    `edited` is the component tree for the changed config. Return "" if the models cannot be run, or if the changed
+    config needs tensors with other names or shapes.
     """
     opened = _opened(subject, source)
     if opened is None:

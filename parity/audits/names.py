@@ -1,4 +1,4 @@
-"""Match tensors that are stored under a different name than the expected one."""
+"""Match tensors that are stored under another name than the expected one."""
 
 import re
 from collections import defaultdict
@@ -10,14 +10,15 @@ _Names = Mapping[str, tuple[int, ...]]  # the shapes of tensors by name
 
 
 def matched(ours: _Names, theirs: _Names, same: Callable[[str, str], bool]) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Find the tensors in `theirs` that correspond to the tensors in `ours` which `theirs` lacks.
+    """Match tensors that only `ours` has with tensors that only `theirs` has.
 
-    Two tensors correspond if they have the same shape, their names end alike, no other candidate fits, and `same`
-    accepts them. Otherwise several tensors of one module correspond to a tensor with as many elements: stacked experts,
-    or joined projections. Both arguments map names to shapes.
+    Both arguments map tensor names to shapes. Two tensors match if they have the same shape, their names end alike, no
+    other tensor fits, and `same` accepts the two names. A tensor without such a match may match several tensors of one
+    module that together have as many elements: the experts that it stacks, or the projections that it joins.
 
     Returns:
-        For each tensor in `ours` that was found: the names in `theirs`, and "" (one tensor), "stacked" or "joined".
+        For each matched tensor in `ours`: the matching names in `theirs`, and how the tensor contains them: "stacked",
+        "joined", or "" if it matches one tensor.
     """
     unmatched = {name: shape for name, shape in theirs.items() if name not in ours}
     missing = {name: shape for name, shape in ours.items() if name not in theirs}
@@ -44,7 +45,10 @@ def matched(ours: _Names, theirs: _Names, same: Callable[[str, str], bool]) -> d
 
 
 def _ends(name: str) -> Iterator[str]:
-    """Yield the name and its endings after a dot, the longest first. An ending always includes the layer number."""
+    """Yield a tensor's name and its endings, the longest first: "a.0.b.c", "0.b.c".
+
+    An ending starts after a dot, has at least two parts, and contains the layer number if the name has one.
+    """
     parts = name.split(".")
     for start in range(max(len(parts) - 1, 1)):
         if any(part.isdecimal() for part in parts[start:]) == any(part.isdecimal() for part in parts):
@@ -52,8 +56,13 @@ def _ends(name: str) -> Iterator[str]:
 
 
 def _parts_of(name: str, shape: tuple[int, ...], unmatched: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Return the tensors in `unmatched` that are in the same module and together have as many elements as the tensor
-    `name`.
+    """Return the tensors that a joined or stacked tensor may consist of, or () if there are none.
+
+    Args:
+        name: the joined or stacked tensor.
+        shape: its shape.
+        unmatched: the candidates by name, with their shapes. Those of the same module must together have as many
+            elements.
     """
     elements, module = int(np.prod(shape)), name.rpartition(".")[0]
     module = module.rpartition(".")[0] if name.endswith((".weight", ".bias")) else module
@@ -70,10 +79,10 @@ def _parts_of(name: str, shape: tuple[int, ...], unmatched: Mapping[str, tuple[i
 
 
 def counted(names: Collection[str]) -> str:
-    """Return the number of tensors in words."""
+    """Return the number of tensors in words, such as "3 tensors"."""
     return f"{len(names):,} tensor{'' if len(names) == 1 else 's'}"
 
 
 def folded(lines: Iterable[str]) -> list[str]:
-    """Replace each layer number in the lines by a star, and return the lines without duplicates."""
+    """Replace layer numbers in the lines by a star ("layers.*.norm"), and drop the lines that then occur twice."""
     return list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", line) for line in lines))

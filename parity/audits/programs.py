@@ -1,4 +1,4 @@
-"""Report how the program that is to load a checkpoint treats it."""
+"""Report how transformers, llama.cpp or vLLM would load a checkpoint."""
 
 import importlib.util
 import re
@@ -20,10 +20,10 @@ _SUFFIXES = (".weight", ".bias")
 
 
 def ask_program(subject: Subject) -> Iterator[Finding]:
-    """Report how the loading program treats the tensors.
+    """Report how the program `subject.loader` would treat the checkpoint's tensors, for example ignore or rename them.
 
-    For transformers, gptkit builds its model class without weights. For llama.cpp it reads the tables of tensor names,
-    and for vLLM the source code.
+    For transformers, gptkit builds the model class without weights. For llama.cpp it reads the tensor names that the
+    gguf package knows. For vLLM it reads the source code of the model class.
     """
     files = subject.files
     if subject.loader in ("llama.cpp", "vllm"):
@@ -83,7 +83,10 @@ def ask_program(subject: Subject) -> Iterator[Finding]:
 
 
 def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
-    """Report which tensors llama.cpp has names for, by the tables of the gguf package and by gptkit's."""
+    """Report the tensors for which llama.cpp has no name, and whether it has an architecture for the model.
+
+    The names come from the gguf package and from gptkit's own definitions of GGUF architectures.
+    """
     if importlib.util.find_spec("gguf") is None:
         raise UsageError(
             "llama.cpp's tensor names come from the gguf package, which is not installed",
@@ -151,7 +154,9 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
 
 
 def _for_vllm(subject: Subject) -> Iterator[Finding]:
-    """Report how vLLM treats the tensors. Its models' source code is read without the rest of vLLM."""
+    """Report how vLLM would treat the tensors. gptkit reads the source code of vLLM's models, and
+    does not import vLLM.
+    """
     folder = _installed("vllm")
     if folder is None or not Path(folder, "model_executor", "models", "registry.py").is_file():
         why = "this check reads the source code of vLLM's models, and the vllm package is not installed"
@@ -217,7 +222,13 @@ def _installed(package: str) -> str | None:
 
 
 def _vllm_knows(config: Mapping[str, Any], name: str, answer: Mapping[str, Any]) -> Iterator[Finding]:
-    """Report an architecture for which vLLM has no class, and a quantisation that it does not support."""
+    """Report if vLLM has no class for the architecture, or does not support the quantisation.
+
+    Args:
+        config: the checkpoint's config.json.
+        name: the class name in the config's field `architectures`.
+        answer: what the process that read vLLM's source found out.
+    """
     quantisation = config.get("quantization_config")
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
     if method is not None and method not in answer["quantisations"]:

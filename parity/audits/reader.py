@@ -1,4 +1,4 @@
-"""Report what `load` refuses."""
+"""Report faults because of which `gptkit.load` refuses a checkpoint."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Compare the tensors of a checkpoint with those of its source."""
+"""Compare the tensors of a checkpoint with those of the model that it was made from (its source)."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,10 @@ _PART = 2**20
 
 
 def compare_with_source(subject: Subject) -> Iterator[Finding]:
-    """Report tensors that differ from the source or that only one side has. Renamed tensors are matched."""
+    """Report tensors that differ from the source's, and tensors that only one of the two has.
+
+    A tensor that is only stored under another name is reported as renamed.
+    """
     if subject.source is None or subject.origin is None:
         return
     formats = {subject.files.format, subject.source.format}
@@ -63,7 +66,7 @@ def compare_with_source(subject: Subject) -> Iterator[Finding]:
 
 
 def _changed_tensors(subject: Subject, source: Subject, both: Sequence[str]) -> Iterator[Finding]:
-    """Report tensors whose shape, dtype or values differ from the source."""
+    """Report tensors whose shape, dtype or values differ from the source's. `both` are the names that both have."""
     ours, theirs = subject.files.tensors, source.files.tensors
     shaped = [name for name in both if ours[name].shape != theirs[name].shape]
     vocabulary = resized(subject, source, shaped)
@@ -94,14 +97,17 @@ def _changed_tensors(subject: Subject, source: Subject, both: Sequence[str]) -> 
 
 
 def _naming(subject: Subject) -> str:
-    """Return how the tensors are named: "family" for the names of a known family, else the name of the format."""
+    """Return "family" if the tensors are named as the model family declares, else the file format that names them."""
     files = subject.files
     naming = files.resolved.format if files.opened is None else files.opened.format or files.format
     return str(naming) if subject.family is None else "family"
 
 
 def _across(subject: Subject, source: FileScan) -> Iterator[Finding]:
-    """Compare checkpoints with different names for tensors, such as a GGUF and a folder, by their shared names."""
+    """Compare a checkpoint with a source that names its tensors differently, such as a GGUF with a safetensors folder.
+
+    Both are compared under gptkit's own parameter names.
+    """
     shapes, sides = [], []
     for side in (source.reference, subject.files.reference):
         try:
@@ -140,7 +146,9 @@ def _across(subject: Subject, source: FileScan) -> Iterator[Finding]:
 
 
 def _equal(sides: Sequence[Checkpoint], name: str) -> bool:
-    """Return whether a tensor has the same bytes on both sides. Tensors of different dtypes count as equal."""
+    """Return whether a tensor has the same bytes in two checkpoints. Different dtypes are not compared: the result is
+    True.
+    """
     (x, dtype), (y, other_dtype) = (side.tensor(name) for side in sides)
     equal = dtype != other_dtype or np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes()
     for side in sides:

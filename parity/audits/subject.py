@@ -1,4 +1,4 @@
-"""Define the subject of an audit, and the records of its findings."""
+"""Define the input of the audit's rules (`Subject`) and their results (`Finding`, `Audit`)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ CONVERT_AGAIN = "Convert the original model to GGUF again."
 
 @dataclass(frozen=True)
 class Finding(Record):
-    """A fault, or a fact worth knowing ("note")."""
+    """A fault of a checkpoint, or a fact that is worth knowing (with the severity "note")."""
 
     rule: str  # the rule's name, for programs
     severity: Severity
@@ -43,7 +43,7 @@ class Finding(Record):
 
 @dataclass(frozen=True)
 class Audit(Shown):
-    """The findings about a checkpoint."""
+    """The result of an audit: the findings about one checkpoint, and what was examined."""
 
     reference: str
     revision: str | None
@@ -57,7 +57,7 @@ class Audit(Shown):
 
     @property
     def clean(self) -> bool:
-        """Return whether there is no error and no warning; notes do not count."""
+        """Return whether there is no error and no warning. Notes do not count."""
         return all(finding.severity == "note" for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
@@ -91,7 +91,10 @@ class Audit(Shown):
 
 @dataclass
 class Subject:
-    """The input of the rules: the checkpoint, its source, and what the caller asked for."""
+    """The input of all rules: the audited checkpoint, the model it was made from, and the caller's options.
+
+    The properties are computed when a rule first needs them.
+    """
 
     files: FileScan
     source: FileScan | None
@@ -107,9 +110,11 @@ class Subject:
 
     @cached_property
     def described(self) -> tuple[ModelSpec, Origin, bool] | GptkitError | None:
-        """Return the tree as `load` reads it, its origin, and whether the tensors have the names of its family.
+        """Return what the checkpoint's config describes: the component tree, its origin, and whether tensors have HF
+        names.
 
-        Return an error if the tree cannot be read, and None for an unknown family.
+        The last value is true if the tensors have the names that the model family uses on the hub. Return an error if
+        the config cannot be read, and None if gptkit does not know the model family.
         """
         files = self.files
         try:
@@ -129,8 +134,11 @@ class Subject:
 
     @cached_property
     def gguf(self) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]] | None:
-        """Return the tree, the shapes and the dropped tensors that a GGUF's metadata declare. Returns None for other
-        files and unknown architectures. Raises InvalidInput, CannotExpress.
+        """Return what a GGUF's metadata declare: the component tree, the tensor shapes by name, and unused tensor
+        names.
+
+        Return None if the checkpoint is not a GGUF, or if gptkit does not know its architecture. Raises InvalidInput,
+        CannotExpress.
         """
         if self.files.format != "gguf" or self.files.broken:
             return None
@@ -141,27 +149,28 @@ class Subject:
 
     @property
     def spec(self) -> ModelSpec | GptkitError | None:
-        """Return the tree of `described`, or the reason why there is none."""
+        """Return the checkpoint's component tree, the error of reading its config, or None for an
+        unknown model family.
+        """
         return self.described[0] if isinstance(self.described, tuple) else self.described
 
     @property
     def family(self) -> Architecture | None:
-        """Return the family whose names the tensors have; None if it is unknown, or if they have another format's
-        names.
-        """
+        """Return the model family if the tensors have the names that it uses on the hub, else None."""
         return self.first_family if isinstance(self.described, tuple) and self.described[2] else None
 
     @property
     def first_family(self) -> Architecture | None:
-        """Return the family that the tree came from, even if the tensors have the names of another format."""
+        """Return the model family, even if the tensors have the names of another format; None if it is unknown."""
         known = isinstance(self.described, tuple) and self.described[1].family
         return named(known) if known else None
 
     @cached_property
     def match(self) -> Match | GptkitError | None:
-        """Return how the tensors fit the tree, paired as `load` pairs them.
+        """Return which tensors fit the parameters of the model, as `gptkit.load` assigns them, and which do not.
 
-        Return None without a tree, and for tensors that must be decoded first (GGUF, quantised weights).
+        Return an error if they cannot be assigned. Return None if the model is unknown, and for a GGUF and quantised
+        weights, which must be decoded first.
         """
         spec, family, weights = self.spec, self.family, self.files.raw
         if not isinstance(spec, ModelSpec) or self.files.format == "gguf" or self.quantised:
@@ -183,12 +192,14 @@ class Subject:
 
     @cached_property
     def origin(self) -> "Subject | None":
-        """Return the source as a subject of its own."""
+        """Return the source (the model that the checkpoint was made from) as a `Subject`; None if
+        no source was given.
+        """
         return None if self.source is None else Subject(self.source, None, None, False, self.opening, self.progress)
 
     @cached_property
     def checkpoint(self) -> Checkpoint | GptkitError:
-        """Return the checkpoint that `load` opens, or the error that it raises."""
+        """Return the checkpoint as `gptkit.load` opens it, or the error that this raises."""
         try:
             return open_scanned(self.files, allow_pickle=self.opening["allow_pickle"])
         except GptkitError as error:
@@ -196,7 +207,7 @@ class Subject:
 
     @property
     def says(self) -> str:
-        """Return the name of the file that describes the model, for a message."""
+        """Return the name of the file that describes the model (config.json, for example), for use in messages."""
         files = self.files
         return (
             LOCAL_CONFIG
@@ -212,7 +223,7 @@ class Subject:
         return quantisation(self.files.config) is not None
 
     def looked(self) -> list[str]:
-        """Return, in words, the parts of the checkpoint, the source and the program that are compared."""
+        """Return, in words, what this audit reads: "its headers", "config.json", the source, the loading program."""
         files = self.files
         words = ["its headers", *(["its index"] if files.index is not None else [])]
         words += ["its metadata"] if files.format == "gguf" and isinstance(self.spec, ModelSpec) else []

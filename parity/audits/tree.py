@@ -1,4 +1,4 @@
-"""Compare the tensors of a checkpoint with those that the model needs."""
+"""Compare the tensors of a checkpoint with those that the model described by its config needs."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,10 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def check_tree(subject: Subject) -> Iterator[Finding]:
-    """Compare the tensors of a known family with those that its config declares, one by one."""
+    """Compare the tensors with those that a known model family needs for this config.
+
+    Report missing, additional and misnamed tensors, and wrong shapes and dtypes. Also report an unusable config.
+    """
     files, spec, pairs = subject.files, subject.spec, subject.match
     if isinstance(spec, GptkitError) and not files.config_error:
         remedy = spec.hint or (f"Correct {CONFIG}." if files.config is not None else CONVERT_AGAIN)
@@ -54,7 +57,7 @@ def check_tree(subject: Subject) -> Iterator[Finding]:
 
 
 def _other_names(subject: Subject, pairs: Match) -> dict[str, str]:
-    """Return the extra tensors that may be missing ones under another name: name in the files -> expected name."""
+    """Return tensors that are probably stored under a wrong name: name in the files -> expected name."""
     ours = {name: subject.files.tensors[name].shape for name in pairs.extra}
     shapes = {name: pairs.declared[name].shape for name in pairs.missing}
     # Layouts were tried when the names were bound, so unmatched tensors may have another name.
@@ -62,7 +65,7 @@ def _other_names(subject: Subject, pairs: Match) -> dict[str, str]:
 
 
 def _other_class(subject: Subject, pairs: Match, renamed: Mapping[str, str]) -> Iterator[Finding]:
-    """Report a model whose config.json names a class with another head, or without one."""
+    """Report if the class named in config.json has no language model head, or another kind of head."""
     family = subject.family
     name = None if family is None else family.other_class(subject.files.config)
     if family is None or name is None:
@@ -84,7 +87,15 @@ def _other_class(subject: Subject, pairs: Match, renamed: Mapping[str, str]) -> 
 def _missing(
     subject: Subject, pairs: Match, spec: ModelSpec, missing: list[str], numbers: Mapping[str, int]
 ) -> Iterator[Finding]:
-    """Report declared tensors that no file has."""
+    """Report tensors that the model needs and no file has.
+
+    Args:
+        subject: the audited checkpoint.
+        pairs: which tensors fit the model's parameters.
+        spec: the component tree.
+        missing: the names of the missing tensors.
+        numbers: the layer number of each stored tensor.
+    """
     if subject.family is not None and missing == [subject.family.head]:
         remedy = (
             'Set "tie_word_embeddings": true if the head is tied to the embedding; otherwise add the tensor '
@@ -105,9 +116,9 @@ def _missing(
 
 
 def _in_source(subject: Subject, pairs: Match, missing: list[str]) -> tuple[str, str]:
-    """Note the missing tensors that the source has with the required shape.
+    """Add the missing tensors that the source has with the required shape to `subject.in_source`.
 
-    Return words for the message, and a remedy if the source has all of them and --fix can rewrite the checkpoint.
+    Return a sentence for the message, and a remedy if the source has all of them and `--fix` can repair the checkpoint.
     """
     if subject.source is None:
         return "", ""
@@ -130,7 +141,9 @@ def _in_source(subject: Subject, pairs: Match, missing: list[str]) -> tuple[str,
 
 
 def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping[str, int]) -> Iterator[Finding]:
-    """Report tensors that have no place in the model."""
+    """Report stored tensors that the model does not have (`extra`). `numbers` has the layer number of each stored
+    tensor.
+    """
     layers = len(spec.blocks)
     beyond = tuple(name for name in extra if numbers.get(name, 0) >= layers)
     if beyond:
@@ -148,7 +161,10 @@ def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping
 
 
 def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
-    """Report tensors that do not fit: wrong shapes or dtypes, a leaf under two names, copies with other values."""
+    """Report stored tensors that do not fit the model.
+
+    They have a wrong shape or dtype, are stored under two names, or are copies of shared weights with other values.
+    """
     tensors = subject.files.tensors
     for expected in pairs.shaped:
         name, leaf = pairs.matched[expected], pairs.declared[expected]
@@ -189,7 +205,7 @@ def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
 
 
 def check_gguf(subject: Subject) -> Iterator[Finding]:
-    """Compare the tensors of a GGUF with its metadata."""
+    """Compare the tensors, tokens and special token ids of a GGUF file with its metadata."""
     files = subject.files
     if files.format != "gguf" or not isinstance(subject.spec, ModelSpec):
         return
@@ -224,7 +240,10 @@ def check_gguf(subject: Subject) -> Iterator[Finding]:
 
 
 def check_layers(subject: Subject) -> Iterator[Finding]:
-    """Compare the layers of an unknown family with each other, and the number of layers with config.json."""
+    """Check a model of an unknown family: no layer may be missing, and similar layers must have the same tensors.
+
+    Also compare the number of layers with config.json.
+    """
     files = subject.files
     stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in files.tensors:

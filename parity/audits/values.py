@@ -17,7 +17,10 @@ _PART = 2**20
 
 
 def check_values(subject: Subject) -> Iterator[Finding]:
-    """Look for unusual values in the weights, if they are to be read."""
+    """Report NaN, infinite, zero, constant and repeated weights, and values too large for fp16.
+
+    Weights are only read if the caller asked for it.
+    """
     if not subject.values:
         return
     files = subject.files

@@ -1,4 +1,4 @@
-"""Compare the tokenizer and the special tokens with the rows that the model has for them."""
+"""Compare the tokenizer and the special token ids with the number of rows of the embedding."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from .subject import Finding, Subject
 
 
 def check_vocabulary(subject: Subject) -> Iterator[Finding]:
-    """Compare the tokens and the special ids with the rows of the embedding."""
+    """Report token ids of the tokenizer or of special tokens that are not below the number of rows of the embedding."""
     files, rows = subject.files, rows_of(subject)
     config = files.config or {}
     if rows is None:
@@ -44,9 +44,9 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
 
 
 def compare_vocabulary(subject: Subject, source: Subject, names: Sequence[str]) -> Iterator[Finding]:
-    """Report that the vocabulary has another size than the source's, and compare the sizes of the tokenizers.
+    """Report that the vocabulary has another size than the source's, and whether the tokenizers' sizes differ too.
 
-    `names` are the tensors that have another number of rows.
+    `names` are the tensors that have another number of rows than in the source.
     """
     rows = [rows_of(side) for side in (source, subject)]
     tokens = [tokens_of(side.files) for side in (source, subject)]
@@ -72,7 +72,7 @@ def compare_vocabulary(subject: Subject, source: Subject, names: Sequence[str]) 
 
 
 def resized(subject: Subject, source: Subject, names: Iterable[str]) -> list[str]:
-    """Return the tensors whose shapes differ from the source's only in the size of the vocabulary."""
+    """Return the tensors whose shapes differ from the source's only in the vocabulary size."""
     rows = [rows_of(side) for side in (source, subject)]
     if None in rows or rows[0] == rows[1]:
         return []
