@@ -33,7 +33,7 @@ _SECTIONS = ("mrope_section", "mrope_interleaved")
 
 
 def bare_names(name: str) -> list[str]:
-    """Return the names that a tensor or module of a multimodal model may have in its language model."""
+    """Return the names that a tensor or module of a multimodal model may have in its language model alone."""
     return [ours + name.removeprefix(theirs) for theirs, ours in _PLACES if name.startswith(theirs)]
 
 
@@ -76,7 +76,7 @@ def _inner_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _family_of(text: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
-    """Return the family of a language model, and those defaults of its config class that differ from the family's."""
+    """Return the family of a language model, and those defaults of its config class that the family does not have."""
     for family in ARCHITECTURES.values():
         if text.get("model_type") in family.texts:
             return family, dict(family.texts[text["model_type"]])
@@ -89,7 +89,7 @@ def _family_of(text: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
 
 
 def _plain_rope(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the rotary parameters without the sections of multimodal positions, or None if they are all defaults."""
+    """Return RoPE parameters without those of multimodal positions, or None if only default values remain."""
     plain = {key: value for key, value in rope.items() if key not in _SECTIONS}
     plain |= {key: "default" for key in ("type", "rope_type") if plain.get(key) == "mrope"}
     return plain if plain.keys() - {"type", "rope_type"} or "default" not in plain.values() else None
@@ -98,9 +98,16 @@ def _plain_rope(rope: Mapping[str, Any]) -> dict[str, Any] | None:
 def text_names(
     family: Architecture, config: Mapping[str, Any], names: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Map the multimodal names of the language model's tensors to their own names, and complete the config.
+    """Return the names that the language model's tensors have without the multimodal model, and the complete config.
 
-    The returned config has `tie_word_embeddings`, which is true if the checkpoint has no tensor for the head.
+    Args:
+        family: the family of the language model.
+        config: the config.json of the language model.
+        names: the names of all tensors in the multimodal checkpoint.
+
+    Returns:
+        The names of the language model's tensors in the multimodal checkpoint -> their own names; and the config with
+        `tie_word_embeddings`, which is true if the checkpoint has no tensor for the head.
 
     Raises:
         InvalidInput: a tensor of the language model is missing, or there is one that the family does not have.

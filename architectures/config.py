@@ -19,8 +19,9 @@ from ..errors import ConfigError, shown
 MAX_LAYERS = 10_000
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_CONFIG_VALUES = 500_000
-"""The largest number of objects and lists, and the largest number of keys. gptkit counts brackets and colons before it
-parses the text, because every value costs about a hundred bytes of memory, however short its text is."""
+"""The largest number of objects and lists in a config.json, and the largest number of keys. gptkit counts brackets and
+colons before it parses the text, because every value costs about a hundred bytes of memory, however short its text
+is."""
 
 SUMMARIES = dict.fromkeys(
     (
@@ -33,7 +34,7 @@ SUMMARIES = dict.fromkeys(
     ),
     "heads other than the language model's",
 )
-"""Fields about a classifier's head in configs of families like GPT-2, for `Architecture.irrelevant`."""
+"""Config fields of families like GPT-2 that only describe a classification head, for `Architecture.irrelevant`."""
 GPT2_ALIASES = {
     "n_embd": ("hidden_size",),
     "n_head": ("num_attention_heads",),
@@ -43,7 +44,7 @@ GPT2_ALIASES = {
 
 
 OF_GPT2 = {"n_ctx": "an old copy of n_positions", **SUMMARIES}
-"""Fields of GPT-2's config class that other families copied, and that change nothing."""
+"""Fields that other families copied from GPT-2's config class, and that do not change what a model computes."""
 
 _TRAINING = (
     "activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop decoder_layerdrop dropout"
@@ -103,7 +104,7 @@ _DEQUANTISED = {
     **dict.fromkeys(("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4", "torchao"), _CONVERT),
     "mlx": "mlx_lm.convert --dequantize",
 }
-"""The command that converts quantised weights to floating-point weights, by the method of quantisation."""
+"""Methods of quantisation -> the command that converts weights of this method to floating-point weights."""
 
 
 def quantisation(config: Mapping[str, Any] | None) -> tuple[str, str | None] | None:
@@ -203,8 +204,9 @@ def _are_names(value: Any) -> bool:
 class ConfigReader:
     """Typed access to a config.json, or to an object in it, that remembers which fields were read.
 
-    `aliases` maps a field to its other spellings (GPT-2's n_embd for hidden_size). For an object, `outer` is the reader
-    of the config that contains it. The `used` of `outer` also has the object's fields, as `text_config.hidden_size`.
+    `aliases` maps a field to its other spellings (GPT-2's n_embd for hidden_size). If this reader is for an object
+    inside of a config, `outer` is the reader of that config. The set `used` has the names of all fields that were read.
+    It is shared with `outer`, and the names of an object's fields are like `text_config.hidden_size`.
     """
 
     def __init__(
@@ -220,7 +222,7 @@ class ConfigReader:
         self.used: set[str] = set() if outer is None else outer.used
         self.objects: dict[str, ConfigReader] = {}
         self.assumed: dict[str, int] = {}
-        """The sizes that the file does not state, with the defaults that were used."""
+        """Config fields with sizes that the file does not state -> the defaults that were used."""
 
     def inner(
         self, name: str, aliases: Mapping[str, tuple[str, ...]] | None = None, more: Mapping[str, Any] | None = None
@@ -270,7 +272,10 @@ class ConfigReader:
         return ConfigError(f"config.json: {self.place}{name} is {shown(value)}, expected {wanted}")
 
     def integer(self, name: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
-        """Return a positive integer up to `most`. The field is required if there is no default."""
+        """Return the value of a field that must be an integer from 1 to `most`.
+
+        The field is required if there is no default.
+        """
         value = self.raw(name, default)
         if value is None:
             raise self.fail(name, value, "a positive integer")
@@ -281,11 +286,17 @@ class ConfigReader:
         return value
 
     def layers(self, name: str, default: int | None = None) -> int:
-        """Return a number of layers. It is bounded, since the tree is built before any weights are read."""
+        """Return the value of a field that states a number of layers.
+
+        It has an upper bound, because gptkit creates the layers before it reads any weights.
+        """
         return self.integer(name, default, most=MAX_LAYERS)
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
-        """Return a positive integer, or None if the field is null, or is absent and has no default."""
+        """Return the value of a field that must be a positive integer or null.
+
+        The result is None if the field is null, or if it is absent and has no default.
+        """
         value = self.raw(name, default)
         if value is None:
             return None
@@ -296,7 +307,10 @@ class ConfigReader:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number above zero in the range of float32, in which models use it."""
+        """Return the value of a field that must be a number above zero, in the range of float32.
+
+        Models use the number in float32.
+        """
         value = self.raw(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(name, value, "a number above zero")
@@ -311,11 +325,14 @@ class ConfigReader:
         return number
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
-        """Return a finite number above zero, or None if the field is null, or is absent and has no default."""
+        """Return the value of a field that must be a finite number above zero or null.
+
+        The result is None if the field is null, or if it is absent and has no default.
+        """
         return None if self.raw(name, default) is None else self.number(name, default)
 
     def boolean(self, name: str, default: bool) -> bool:
-        """Return a boolean. A field that is null counts as absent."""
+        """Return the value of a field that must be a boolean. If the field is null or absent, return the default."""
         value = self.raw(name, default)
         if value is None:
             return default
@@ -324,21 +341,24 @@ class ConfigReader:
         return value
 
     def string(self, name: str, default: str) -> str:
-        """Return a string."""
+        """Return the value of a field that must be a string."""
         value = self.raw(name, default)
         if not isinstance(value, str):
             raise self.fail(name, value, "a string")
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, Any]) -> Any:
-        """Return the value that `choices` has for the string in a field."""
+        """Return the value that `choices` maps the string in a field to."""
         value = self.string(name, default)
         if value not in choices:
             raise self.fail(name, value, "one of " + ", ".join(choices))
         return choices[value]
 
     def refuse(self, refusals: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-        """Raise ConfigError if a field has a value that is not one of its harmless values."""
+        """Raise ConfigError if a field has a value with which gptkit does not support the model.
+
+        `refusals` maps fields to their harmless values, and to the reason for refusing all others.
+        """
         for name, (harmless, reason) in refusals.items():
             outer, _, inside = name.rpartition(".")
             if outer:
@@ -349,10 +369,10 @@ class ConfigReader:
                 raise ConfigError(f"config.json: {self.place}{name} is {shown(value)}: {reason}")
 
     def refuse_other_windows(self, types: Sequence[str | None]) -> None:
-        """Raise ConfigError if the config gives transformers' cache other windows than those of the layers.
+        """Raise ConfigError if the config states attention windows that the family's layers do not have.
 
-        The cache (`get_layer_types_and_kwargs`) reads the fields of windows in every family, also if the family's own
-        code does not.
+        transformers' cache (`get_layer_types_and_kwargs`) would use these windows, even in families whose own code
+        ignores the fields.
 
         Args:
             types: the type of every layer. None is a layer without attention, whose type the family has already read.
@@ -370,21 +390,27 @@ class ConfigReader:
         self.refuse(refused)
 
     def unknown(self, irrelevant: Mapping[str, str]) -> list[str]:
-        """Return the fields that were neither read nor declared, in the order of the file, those of objects last."""
+        """Return the config fields that were not read and are not in `irrelevant`.
+
+        The fields have the order of the file. Fields of objects come last.
+        """
         own = [self.place + key for key in self.data if self.place + key not in self.used and key not in irrelevant]
         return own + [name for inner in self.objects.values() for name in inner.unknown(irrelevant)]
 
     def kinds_of_layers(self, name: str = "layer_types") -> Any:
-        """Return `layer_types` unchecked, with older names replaced by those that transformers uses in every family."""
+        """Return the value of `layer_types` unchecked.
+
+        Older names of layer types are replaced by transformers' present names.
+        """
         stated = self.raw(name)
         return [_KINDS_OF_LAYERS.get(kind, kind) for kind in stated] if _are_names(stated) else stated
 
     def layer_types(self, usual: Sequence[str], near: str = "sliding_attention") -> tuple[str, ...]:
-        """Return the kind of attention of every layer from `layer_types`: "full_attention" or `near`.
+        """Return the type of every layer from the field `layer_types`: "full_attention" or `near`.
 
         Args:
-            usual: the kinds of all layers if the field is null or absent.
-            near: the name of the other kind, which does not attend to all tokens.
+            usual: the types of all layers if the field is null or absent.
+            near: the name of the type of layers that do not attend to all tokens.
         """
         types = self.kinds_of_layers()
         if types is None:

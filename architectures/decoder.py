@@ -1,10 +1,10 @@
-"""The tree that most families share. One table of config fields reads it from config.json and writes it back.
+"""Decoders: a table of config fields for most families, by which config.json is converted to a ModelSpec and back.
 
-Every field of the table has a *role*, which names its place in the tree. Plain roles are sizes that the tree is built
-from (`hidden`, `heads`, `eps`). A dotted role is a field of one kind of component, in every layer or at one end of the
-model (`attention.cap`, `feed_forward.up_bias`, `embedding.multiplier`, `head.bias`, `norm.bias`, `branch.multiplier`).
-If the table is not enough for a family, it passes further values to `DecoderFamily.read`, and adds fields to the result
-of `DecoderFamily.write`.
+Every field of the table has a *role*, which says what the value is in the ModelSpec. Plain roles are sizes from which
+the model is built (`hidden`, `heads`, `eps`). A dotted role is a field of one kind of component, in every layer or
+outside of the layers (`attention.cap`, `feed_forward.up_bias`, `embedding.multiplier`, `head.bias`, `norm.bias`,
+`branch.multiplier`). If the table is not enough for a family, it passes further values to `DecoderFamily.read`, and
+adds fields to the result of `DecoderFamily.write`.
 """
 
 import re
@@ -46,41 +46,41 @@ class Mixtures:
     """The properties of a family's mixtures of experts that are not fields of config.json."""
 
     sparse: Lens = ALL_LAYERS
-    """Which layers are mixtures."""
+    """Reads and writes the config fields that say which layers are mixtures of experts."""
     expert: Mapping[str, Any] = field(default_factory=lambda: {"fused": True})
-    """Fields of an expert's record that differ from those of a dense layer."""
+    """Fields of the component of an expert, in which it differs from the feed-forward of a dense layer."""
     shared: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the shared expert's record that differ from those of a dense layer."""
+    """Fields of the component of the shared expert, in which it differs from the feed-forward of a dense layer."""
     normed: bool = False
-    """Whether a mixture has a norm on its output, which dense layers do not have."""
+    """Whether a mixture has a norm on its output. Dense layers do not have this norm."""
 
 
 @dataclass(frozen=True)
 class DecoderFamily:
-    """The properties that all trees of a family share."""
+    """The common properties of a decoder family's models: config fields, components and rules of transformers."""
 
     fields: Fields
-    """The fields of config.json. The plain roles of a mixture of experts are `expert_size` (the width of an expert, by
-    default that of a dense layer), `shared_size` (the width of the shared expert) or `shared_experts` (the same width
-    as a multiple of an expert's). Its dotted roles are `mixture.experts`, `mixture.top_k` and so on."""
+    """The table of config fields. For mixtures of experts, it may have these plain roles: `expert_size` is the width of
+    an expert (by default that of a dense layer). `shared_size` is the width of the shared expert, and `shared_experts`
+    is this width divided by the width of an expert. Dotted roles are `mixture.experts`, `mixture.top_k` and so on."""
     norm: type[Any] = RMSNorm
-    """The kind of the norms."""
+    """The kind of norm."""
     mixer: type[Any] = Attention
-    """The kind of the attention. A subclass overrides `attentions` for another kind than `Attention`."""
+    """The kind of attention. If it is not `Attention`, a subclass overrides the method `attentions`."""
     inner: type[Any] = GatedFeedForward
-    """The kind of the feed-forwards."""
+    """The kind of feed-forward."""
     norms: tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]] = PRE
-    """The names of a block's norms, or a function that returns them, given the values of all roles. A recurrence has
-    the norms of attention."""
+    """The names of a block's norms, or a function that returns them for the values of all roles. The norms of a
+    recurrence are those of attention."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values of roles that no field states, or functions that compute them from the values of other roles."""
+    """Roles that are not in config.json -> their values, or functions that compute them from the values of other
+    roles."""
     rotary: RotaryKind | None = USUAL_ROTARY
-    """The assumptions of the config class about RoPE. None: `layers` returns the position encodings, or there is no
-    RoPE."""
+    """How transformers' config class states RoPE. None: the family has no RoPE, or `layers` reads it."""
     learned: bool = False
     """Whether the model has a table of position embeddings."""
     table: type[Any] = LearnedPositions
-    """The kind of component for the table of position embeddings."""
+    """The kind of component for position embeddings, if the model has them."""
     head_norms: Literal["", "same", "own", "apart", "whole"] = ""
     """The norms of queries and keys. "same": all heads share the weights. "own": every head has its own weights.
     "apart": as "own", but the norm has one tensor per head and no biases. "whole": one norm over all heads. If a config
@@ -88,27 +88,27 @@ class DecoderFamily:
     embedding_norm: bool = False
     """Whether there is a norm after the embedding."""
     layers: Lens | None = None
-    """The lens that reads and writes the fields of attention that differ by layer."""
+    """Reads and writes config fields that are different in different layers and describe attention."""
     recurrent: Lens | None = None
-    """The lens that reads and writes the mixers of layers without attention."""
+    """Reads and writes the mixers of layers that have a recurrence or convolution in place of attention."""
     mixtures: Mixtures | None = None
-    """The mixtures of experts, if the family has any."""
+    """The properties of mixtures of experts, if models of the family may have them."""
     written: Callable[[ModelSpec], Mapping[str, Any]] = lambda _: {}
-    """Returns config fields of a tree that are neither in `fields` nor in a lens."""
+    """Returns those config fields of a model that are neither in the table `fields` nor written by a `Lens`."""
     sized: Callable[[Random, Config], Config] = lambda _chosen, _sizes: {}
-    """Returns random sizes, by role, that replace those of `draw_sizes`."""
+    """Returns sizes for a random config, as role -> size. They replace sizes that `draw_sizes` returned."""
     together: tuple[str, ...] = ()
-    """Config fields for which transformers needs the same value."""
+    """Config fields that must have equal values in transformers."""
     whole_heads: bool = False
     """Whether transformers' config class refuses a hidden size that is not divisible by the number of heads, even if
     the config states a head_dim."""
     square: bool = False
-    """Whether the heads of a layer together must be as wide as the hidden states, even if the config states a
+    """Whether the heads of a layer together must be as wide as the hidden states, also if the config states a
     head_dim."""
 
     @property
     def kinds(self) -> Kinds:
-        """The components of the family's trees, for `Architecture.kinds`."""
+        """The kinds of components that the family's models may have, for `Architecture.kinds`."""
         positions = {self.table} if self.learned else ROTARY if "attention.position" not in self.fixed else ()
         mixtures = () if self.mixtures is None else (MixtureOfExperts,)
         lenses = [lens for lens in (self.layers, self.recurrent) if lens is not None]
@@ -116,14 +116,14 @@ class DecoderFamily:
         return frozenset({self.norm, self.mixer, self.inner, *positions, *mixtures, *others})
 
     def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
-        """Return the family with these trees.
+        """Return the `Architecture` of this family.
 
         Args:
             name: the name of the family.
             hf_class: the transformers class.
-            leaves: the tensors of checkpoints.
-            more: further fields of `Architecture`. The stacked parameters and the buffers of old files are by default
-                those that most families have.
+            leaves: the table of the tensors in checkpoints.
+            more: further fields of `Architecture`. The fields for stacked parameters and for buffers of old files have
+                the values that most families need, unless they are given.
         """
         stored = {leaf.checkpoint for leaf in leaves}
         longest = {"context": TABLE} if more.get("bounded") else {}
@@ -143,11 +143,12 @@ class DecoderFamily:
         return Architecture(name=name, hf_class=hf_class, leaves=leaves, **{**usual, **more})
 
     def read(self, config: ConfigReader, **more: Any) -> ModelSpec:
-        """Return the tree of a config.
+        """Return the ModelSpec that a config.json describes.
 
         Args:
-            config: the reader of the config.
-            more: values of roles that no field states. In a keyword, two underscores stand for the dot of a role.
+            config: the reader of the config.json.
+            more: the values of roles that are not in config.json, by role. In a keyword, two underscores stand for the
+                dot of a role: `attention__cap`.
 
         Raises:
             ConfigError: a field has the wrong type or is out of range.
@@ -181,7 +182,12 @@ class DecoderFamily:
         )
 
     def _values(self, config: ConfigReader, more: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the values of all roles, and the config field of every role. `more` is that of `read`."""
+        """Return the values of all roles, and the config field of every role.
+
+        Args:
+            config: the reader of the config.json.
+            more: further values by role; see `read`.
+        """
         values: dict[str, Any] = dict.fromkeys(("kv_heads", "head_dim", "intermediate", "context"))
         names: dict[str, str] = {}
         for outer in dict.fromkeys(name.rpartition(".")[0] for name in self.fields if "." in name):
@@ -198,7 +204,14 @@ class DecoderFamily:
     def _blocks(
         self, values: Mapping[str, Any], norm: Any, attentions: Sequence[Any], feed_forwards: Sequence[Any]
     ) -> tuple[Block, ...]:
-        """Return the blocks with these mixers. Equal blocks are the same object."""
+        """Return the blocks of a model. Equal blocks are the same object.
+
+        Args:
+            values: the values of all roles.
+            norm: the norm that all places in the blocks have.
+            attentions: the attention of every layer, or the mixer that replaces it.
+            feed_forwards: the feed-forward of every layer.
+        """
         norms = self.norms(values) if callable(self.norms) else self.norms
         normed = self.mixtures is not None and self.mixtures.normed
 
@@ -215,7 +228,13 @@ class DecoderFamily:
         return tuple(map(layer, attentions, feed_forwards))
 
     def _feed_forwards(self, config: ConfigReader, values: Mapping[str, Any], names: Mapping[str, str]) -> list[Any]:
-        """Return the feed-forward of every layer, which may be a mixture of experts."""
+        """Return the feed-forward of every layer. It may be a mixture of experts.
+
+        Args:
+            config: the reader of the config.json.
+            values: the values of all roles.
+            names: the config field of every role, for error messages.
+        """
         dense = self.inner(
             hidden_size=values["hidden"],
             intermediate_size=values["intermediate"] or 4 * values["hidden"],
@@ -231,7 +250,14 @@ class DecoderFamily:
     def _mixture(
         self, config: ConfigReader, values: Mapping[str, Any], names: Mapping[str, str], dense: Any
     ) -> MixtureOfExperts:
-        """Return the mixture of experts. Its experts are like the feed-forward `dense`, except for their width."""
+        """Return the mixture of experts that sparse layers have.
+
+        Args:
+            config: the reader of the config.json.
+            values: the values of all roles.
+            names: the config field of every role, for error messages.
+            dense: the feed-forward of dense layers. Experts are like it, except for their width.
+        """
         assert self.mixtures is not None
         own = _of_part(values, "mixture")
         for role in ("experts", "top_k"):
@@ -254,7 +280,10 @@ class DecoderFamily:
         return MixtureOfExperts(hidden_size=dense.hidden_size, expert=expert, shared=shared, **own)
 
     def complete(self, config: ConfigReader, values: dict[str, Any], names: Mapping[str, str]) -> None:
-        """Add values that follow from other values. `names` maps roles to config fields, for error messages."""
+        """Add to `values` what follows from other values, such as the width of a head.
+
+        `names` has the config fields by role.
+        """
         if values["head_dim"] is None:
             if values["hidden"] % values["heads"]:
                 wanted = f"a multiple of {names['heads']} ({values['heads']})"
@@ -270,18 +299,18 @@ class DecoderFamily:
     def attentions(
         self, config: ConfigReader, values: Mapping[str, Any], own: Mapping[str, Any], norm: Mapping[str, Any]
     ) -> Sequence[Any]:
-        """Return the attention of every layer.
+        """Return the attention of every layer, or the mixer that replaces it.
 
         Args:
-            config: the reader of the config.
+            config: the reader of the config.json.
             values: the values of all roles.
-            own: the values of the roles `attention.*`, without this prefix.
-            norm: the values of the roles `norm.*`, without this prefix.
+            own: fields for every attention: the values of the roles `attention.*`, without this prefix.
+            norm: fields for every norm: the values of the roles `norm.*`, without this prefix.
         """
         heads, head_dim, count = values["heads"], values["head_dim"], values["layers"]
 
         def head_norm(count: int) -> Any:
-            """Return the norm of queries or keys, for `count` heads."""
+            """Return the norm for queries or keys with this number of heads, or None if the family has no such norm."""
             if not values.get("head_norms", self.head_norms):
                 return None
             groups = {"groups": count} if self.head_norms in ("own", "apart") else {}
@@ -309,10 +338,10 @@ class DecoderFamily:
         return [mixer if other is None else other for mixer, other in zip(mixers, others, strict=True)]
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        """Return the config fields of a tree.
+        """Return the config fields that describe a model.
 
         Raises:
-            CannotExpress: the tree has a component of another kind than a field describes, or sizes that transformers
+            CannotExpress: the model has a component of another kind than a field describes, or sizes that transformers
                 refuses.
         """
         if spec.head is None:
@@ -357,10 +386,10 @@ class DecoderFamily:
         return {**fields, **self.written(spec)}
 
     def _dense_and_mixture(self, spec: ModelSpec) -> tuple[Any, Any]:
-        """Return the first dense feed-forward, and the first mixture of experts or None.
+        """Return the dense feed-forward that the config fields describe, and the first mixture of experts or None.
 
-        If all layers are mixtures, the dense feed-forward is the expert. If experts have a width of their own, it is
-        the shared expert, if there is one.
+        The dense feed-forward is the first one in the layers. If all layers are mixtures, it is an expert. If the width
+        of an expert has a config field of its own, it is the shared expert instead, if there is one.
         """
         inners: list[Any] = [block.feed_forward for block in spec.blocks]
         mixture = next((inner for inner in inners if hasattr(inner, "expert")), None)
@@ -371,12 +400,12 @@ class DecoderFamily:
         return dense, mixture
 
     def _written_fields(self, spec: ModelSpec, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config fields of the table for a tree.
+        """Return those config fields of a model that are in the table `fields`.
 
         Args:
-            spec: the tree.
-            parts: the tree's components, by the first part of the roles that they have: "attention" for
-                `attention.cap`.
+            spec: the model.
+            parts: the components that roles refer to. The component of the role `attention.cap` has the key
+                "attention".
         """
         mixture, first = parts["mixture"], parts["block"]
         sizes = {
@@ -409,7 +438,13 @@ class DecoderFamily:
         return fields
 
     def _written_rotary(self, spec: ModelSpec, head_dim: int, kind: RotaryKind) -> dict[str, Any]:
-        """Return the RoPE fields of the first layer that has RoPE. `head_dim` is the width of a head."""
+        """Return the RoPE config fields, from the first layer that has RoPE.
+
+        Args:
+            spec: the model.
+            head_dim: the width of a head.
+            kind: how the config class states RoPE.
+        """
         mixers = (block.mixer("attention") for block in spec.blocks)
         positions = (of_kind(mixer, Attention).position for mixer in mixers if mixer is not None)
         none = Rotary(dim=head_dim, base=kind.base)
@@ -417,7 +452,7 @@ class DecoderFamily:
         return write_rotary(rotary, head_dim, kind)
 
     def draw_sizes(self, chosen: Random) -> Config:
-        """Draw random sizes of a tree that fit together, by role."""
+        """Return random sizes of a model that are legal together, as role -> size."""
         heads, kv_heads = grouped_heads(chosen)
         free = any(entry.role.split()[0] == "head_dim" for entry in self.fields.values()) and not self.square
         head_dim = chosen.choice(ODD if self.learned else EVEN)
@@ -444,12 +479,12 @@ class DecoderFamily:
         return sizes
 
     def draw(self, chosen: Random, stated: Mapping[str, Any], **own: Any) -> Config:
-        """Return a random legal config.
+        """Return a random legal config for tests.
 
         Args:
-            chosen: the source of randomness.
+            chosen: the random number generator.
             stated: the config fields that every file of the family states.
-            own: sizes by role, which replace drawn ones.
+            own: sizes by role, which replace random ones.
         """
         sizes = self.draw_sizes(chosen)
         sizes = {**sizes, **self.sized(chosen, sizes), **own}
@@ -472,19 +507,20 @@ class DecoderFamily:
 def _of_part(values: Mapping[str, Any], part: str) -> dict[str, Any]:
     """Return the values of the roles that begin with `part` and a dot, without this prefix.
 
-    An `attention.scale` of None is left out, so that the default scale applies.
+    For the part "attention", this gives fields of `Attention`. A `scale` of None is left out, so that the default
+    applies.
     """
     stated = {role: value for role, value in values.items() if role != "attention.scale" or value is not None}
     return {role.partition(".")[2]: value for role, value in stated.items() if role.startswith(f"{part}.")}
 
 
 Decoder = DecoderFamily
-"""The name under which drafts of earlier versions import `DecoderFamily`."""
+"""The former name of `DecoderFamily`. Drafts that earlier versions wrote import it."""
 
 _ROLES = {
     **{role: f"attention.{role}" for role in ("heads", "kv_heads", "head_dim")},
     "activation": "feed_forward.activation",
 }
-"""Plain roles that are also fields of a component -> the dotted roles with the same meaning."""
+"""Plain roles that are also fields of a component -> the dotted role of the same value."""
 
 _MIXTURE = ("expert_size", "shared_size", "shared_experts")  # plain roles that only describe mixtures

@@ -1,7 +1,7 @@
-"""Random legal configs: functions for drawing fields, lenses, kinds of RoPE and families.
+"""Random legal configs for tests. The functions return random config fields or sizes.
 
-A drawn config is small and may be strange or useless, but transformers accepts it and computes with it. Every draw gets
-a `random.Random`, so a seed always gives the same config.
+A random config is small and may be strange or useless, but transformers accepts it and computes with it. Every function
+gets a `random.Random`, so a seed always gives the same config.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,27 +10,27 @@ from typing import Any
 
 Config = dict[str, Any]
 Sizes = Mapping[str, Any]
-"""Drawn values by role: `sizes["layers"]` is the number of layers. See `fields`."""
+"""Random sizes by role: `sizes["layers"]` is the number of layers. A role says what a config field is in a model."""
 
 VOCAB = 97
-"""The vocabulary of drawn models."""
+"""The vocabulary size of random models."""
 ODD = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 20, 32, 33)
 EVEN = (2, 4, 6, 8, 10, 12, 16, 18, 22, 32, 34)
 ROWS = (8, 24, 40, 64)
-"""Widths for experts: torch's grouped matrix product needs rows whose size is a multiple of 16 bytes."""
+"""Random widths of experts. torch's grouped matrix product needs rows whose size is a multiple of 16 bytes."""
 CONTEXTS = (16, 40, 256)
 TABLE = 256
-"""The context length of models with a table of position embeddings. No text in the tests may be longer."""
+"""The context length of random models with a table of position embeddings. Tests use no longer texts."""
 WINDOWS = (1, 2, 3, 8, 17, 300)
 
 
 def sometimes(chosen: Random, fields: Config) -> Config:
-    """Return some of the fields. Every field is chosen with a probability of one half."""
+    """Return a random selection of the fields. Every field is selected with a probability of one half."""
     return {name: value for name, value in fields.items() if chosen.random() < 0.5}
 
 
 def among(*values: Any) -> Callable[[Random, Sizes], Any]:
-    """Return the draw of a field that has one of these values."""
+    """Return a function for `Field.draw` that returns one of these values at random."""
     return lambda chosen, _sizes: chosen.choice(values)
 
 
@@ -40,12 +40,15 @@ def divisor(chosen: Random, number: int, most: int = 12) -> int:
 
 
 def kind_by_layer(chosen: Random, layers: int, *kinds: Any) -> list[Any]:
-    """Return a random kind for every layer."""
+    """Return a list with one of `kinds` for every layer, chosen at random."""
     return [chosen.choice(kinds) for _ in range(layers)]
 
 
 def types_with_attention(chosen: Random, layers: int, other: str) -> list[str]:
-    """Return `layer_types` with full attention in at least one layer, without which transformers' cache fails."""
+    """Return a random value of `layer_types`, with the types "full_attention" and `other`.
+
+    At least one layer has full attention, because transformers' cache fails without one.
+    """
     types = kind_by_layer(chosen, layers, "full_attention", other)
     types[chosen.randrange(layers)] = "full_attention"
     return types
@@ -58,7 +61,7 @@ def grouped_heads(chosen: Random) -> tuple[int, int]:
 
 
 def experts(chosen: Random) -> Config:
-    """Draw the sizes of a mixture of experts, by role."""
+    """Return random sizes of a mixture of experts that are legal together, as role -> size."""
     groups, width = chosen.choice((1, 1, 2)), chosen.choice(ROWS[:3])
     count, top_groups = groups * chosen.choice((2, 3)), chosen.randint(1, groups)
     return {
@@ -75,7 +78,7 @@ def experts(chosen: Random) -> Config:
 
 
 def placed(fields: Config) -> Config:
-    """Return the fields as nested objects: the field "inner.name" becomes the field `name` of the object `inner`."""
+    """Return the fields as nested objects: `{"inner.name": 1}` becomes `{"inner": {"name": 1}}`."""
     config: Config = {}
     for name, value in fields.items():
         outer, _, inner = name.rpartition(".")
@@ -84,5 +87,8 @@ def placed(fields: Config) -> Config:
 
 
 def some_of(chosen: Random, options: Sequence[int]) -> list[int]:
-    """Return a random selection of the numbers, in the same order."""
+    """Return a random selection of `options` in the same order.
+
+    Every number is selected with a probability of one half.
+    """
     return [number for number in options if chosen.random() < 0.5]

@@ -1,6 +1,6 @@
-"""Encoders: `decoder`'s table for bidirectional attention, and encoders' own embeddings, heads and poolers.
+"""Encoders such as BERT: a `DecoderFamily` with bidirectional attention, and with the embeddings and heads of encoders.
 
-A family has two kinds of trees: with the head of a masked language model, or without a head, as in sentence encoders
+A family has two kinds of models: with the head of a masked language model, or without a head, as in sentence encoders
 and classifiers (`Architecture.base_class`). The class that config.json names decides which.
 """
 
@@ -45,7 +45,7 @@ OF_BERT: dict[str, str | None] = {
     ),
     "architectures": None,
 }
-"""`Architecture.irrelevant` of families like BERT, which read `architectures`."""
+"""`Architecture.irrelevant` of families like BERT. They read the field `architectures`, which other families ignore."""
 
 DECODING: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_decoder": ((False, None), "gptkit supports this family only as an encoder, and a decoder has causal attention"),
@@ -58,17 +58,17 @@ DECODING: dict[str, tuple[tuple[Any, ...], str]] = {
         "gptkit does not support relative position embeddings for this family",
     ),
 }
-"""Fields that families like BERT refuse, in addition to the common ones."""
+"""Config fields that families like BERT refuse, with harmless values and reasons, in addition to `COMMON_REFUSED`."""
 
 ALWAYS_TIED = {"tied": True}
-"""Part of `DecoderFamily.fixed` for families that refuse an untied head."""
+"""A part of `DecoderFamily.fixed` for families whose head is always tied."""
 
 TIED = {
     "tie_word_embeddings": ((True, None), "an untied head has two biases in this family, only one of which is used")
 }
 
 TASKS = ("classifier.", "qa_outputs.")
-"""The prefixes of tensors of heads for other tasks than filling in masked tokens."""
+"""The prefixes of the names of tensors that belong to heads for other tasks than masked language modelling."""
 
 
 BOTH_WAYS: dict[str, Any] = {
@@ -78,12 +78,12 @@ BOTH_WAYS: dict[str, Any] = {
     "final_norm": False,
     "head.bias": True,
 }
-"""`DecoderFamily.fixed` of encoders."""
+"""A part of `DecoderFamily.fixed` for encoders, whose attention is bidirectional."""
 
 
 @dataclass(frozen=True)
 class Encoder(DecoderFamily):
-    """The properties that all trees of a family of encoders share."""
+    """The common properties of an encoder family's models."""
 
     inner: type[Any] = FeedForward
     norm: type[Any] = LayerNorm
@@ -92,17 +92,18 @@ class Encoder(DecoderFamily):
     rotary: Any = None
     learned: bool = True
     masked: tuple[str, ...] = ()
-    """The transformers classes whose trees have a head. If config.json names another class, the tree has none."""
+    """The transformers classes with a masked language model's head. If config.json names another class, the model has
+    no head."""
     first_norm: bool = True
-    """Whether there is a norm on the sum of all embeddings."""
+    """Whether there is a norm after the sum of token, position and token type embeddings."""
     types: tuple[str, int] | None = ("type_vocab_size", 2)
-    """The config field with the number of token types, and its default. None: the family has no table of token
-    types."""
+    """The config field with the number of token types, and its default. None: the family has no token type
+    embeddings."""
     pooled: bool = False
-    """Whether trees without a head have a pooler, unless the files lack it."""
+    """Whether models without a head have a pooler, unless the files have no tensors for it."""
     transform: Callable[[ConfigReader], Mapping[str, Any]] = lambda _: {}
-    """Returns fields of the `HeadTransform` that differ from the usual ones. Usually it has the activation of the
-    layers, and a bias."""
+    """Returns those fields of `HeadTransform` that are not as usual. The usual one has a bias, and the activation of
+    the layers."""
 
     @property
     def kinds(self) -> Kinds:
@@ -130,16 +131,20 @@ class Encoder(DecoderFamily):
         )
 
     def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
-        """Return the family of these trees.
+        """Return the `Architecture` of this family.
 
-        `more` are fields of `Architecture` that differ from those of most encoders.
+        Args:
+            name: the name of the family.
+            hf_class: the transformers class.
+            leaves: the table of the tensors in checkpoints.
+            more: fields of `Architecture` that differ from those of most encoders.
         """
         return super().architecture(
             name, hf_class, leaves, **{"base_class": hf_class.replace("ForMaskedLM", "Model"), **more}
         )
 
     def draw(self, chosen: Random, stated: Mapping[str, Any], **own: Any) -> Config:
-        """Return a random legal config. The arguments are those of `DecoderFamily.draw`."""
+        """Return a random legal config for tests. The arguments are those of `DecoderFamily.draw`."""
         headless = self.masked[0].replace("ForMaskedLM", "Model")
         types = {} if self.types is None else sometimes(chosen, {self.types[0]: chosen.choice((1, 3))})
         config = {**super().draw(chosen, stated, **own), **types}
@@ -159,7 +164,10 @@ _B, LAYER = "blocks.{layer}.", "bert.encoder.layer.{layer}."
 
 
 def layers_of(layer: str) -> tuple[Leaf, ...]:
-    """Return the leaves of BERT's layers. Their checkpoint names begin with `layer`."""
+    """Return the leaves (entries of the tensor table) of BERT's layers.
+
+    `layer` is the prefix of their names in checkpoints.
+    """
     return leaves_of(
         {
             layer + "attention.self.query": _B + "attention.q_proj",
@@ -175,7 +183,10 @@ def layers_of(layer: str) -> tuple[Leaf, ...]:
 
 
 def embeddings_of(prefix: str) -> tuple[Leaf, ...]:
-    """Return the leaves of BERT's embeddings. Their checkpoint names begin with `prefix`."""
+    """Return the leaves (entries of the tensor table) of BERT's embeddings.
+
+    `prefix` is that of their names in checkpoints.
+    """
     return leaves_of(
         {
             prefix + "embeddings.word_embeddings": "embedding",
@@ -187,5 +198,8 @@ def embeddings_of(prefix: str) -> tuple[Leaf, ...]:
 
 
 def renamed_norms(*names: str) -> tuple[tuple[str, str], ...]:
-    """Return `Architecture.aliases` for norms whose parameters have TensorFlow's names."""
+    """Return `Architecture.aliases` for norms whose weights and biases are called gamma and beta in older checkpoints.
+
+    `names` are the names of the norms in checkpoints.
+    """
     return tuple((f"{n}.{old}", f"{n}.{new}") for n in names for old, new in (("gamma", "weight"), ("beta", "bias")))

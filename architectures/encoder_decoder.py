@@ -1,4 +1,4 @@
-"""Encoder-decoders: two stacks of layers in one config.json. A `DecoderFamily` reads and writes each of them."""
+"""Encoder-decoders: an encoder and a decoder in one config.json. A `DecoderFamily` reads and writes each of them."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -18,32 +18,32 @@ OF_BOTH: dict[str, Any] = {
     "is_encoder_decoder": ((True, None), "gptkit supports only the encoder and decoder together for this family"),
     "is_decoder": ((False, None), "gptkit supports only the encoder and decoder together for this family"),
 }
-"""`Architecture.refused` of encoder-decoders."""
+"""A part of `Architecture.refused` for encoder-decoders."""
 
 GENERATION = dict.fromkeys(("decoder_start_token_id", "forced_eos_token_id", "task_specific_params"), "generation")
-"""Part of `Architecture.irrelevant` of encoder-decoders."""
+"""A part of `Architecture.irrelevant` for encoder-decoders."""
 
 
 @dataclass(frozen=True)
 class EncoderDecoder:
-    """The properties that all trees of a family of encoder-decoders share.
+    """The common properties of an encoder-decoder family's models.
 
     Cross-attention has the sizes, biases and norms of the decoder's self-attention.
     """
 
     encoder: DecoderFamily
-    """The description of the encoder."""
+    """How the encoder is read from config.json and written."""
     decoder: DecoderFamily
-    """The description of the decoder."""
+    """How the decoder is read from config.json and written."""
     first_norm: bool = False
-    """Whether there is a norm on the sum of all embeddings, in both stacks."""
+    """Whether the encoder and the decoder have a norm after the sum of token and position embeddings."""
     kinds: Kinds = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", self.encoder.kinds | self.decoder.kinds | {CrossAttention})
 
     def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
-        """Return the family with these trees. `more` are further fields of `Architecture`."""
+        """Return the `Architecture` of this family. `more` are further fields of `Architecture`."""
         usual = {
             "model_types": (name,),
             "hf_config": hf_class.replace("ForConditionalGeneration", "Config"),
@@ -55,13 +55,16 @@ class EncoderDecoder:
         return Architecture(name=name, hf_class=hf_class, leaves=leaves, **{**usual, **more})
 
     def draw(self, chosen: Random) -> Config:
-        """Return a random legal config. The stacks may have different numbers of heads and layers."""
+        """Return a random legal config for tests. The encoder and the decoder may differ in heads and layers."""
         hidden, stacks = chosen.choice((12, 24, 36)), (self.encoder, self.decoder)
         drawn = [stack.draw(chosen, {}, hidden=hidden, heads=chosen.choice((1, 2, 3, 4))) for stack in stacks]
         return {**drawn[0], **drawn[1]}
 
     def read(self, config: ConfigReader) -> ModelSpec:
-        """Return the tree of a config. Raises ConfigError if a field has the wrong type or is out of range."""
+        """Return the ModelSpec of a config.json.
+
+        Raises ConfigError if a field has the wrong type or is out of range.
+        """
         encoder, decoder = self.encoder.read(config), self.decoder.read(config)
         blocks = {block: _across(block) for block in dict.fromkeys(decoder.blocks)}
         first = [
@@ -76,7 +79,7 @@ class EncoderDecoder:
         )
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        """Return the config fields of a tree.
+        """Return the config fields that describe a model.
 
         Raises CannotExpress if it has no encoder, or other kinds of components.
         """
@@ -97,7 +100,7 @@ class EncoderDecoder:
 
 
 def _across(block: Block) -> Block:
-    """Return a decoder layer that also has cross-attention after its self-attention."""
+    """Return the decoder layer with cross-attention after its self-attention."""
     first, *others = block.sublayers
     own = of_kind(first.mixer, Attention)
     fields = ("hidden_size", "heads", "head_dim", "scale", "qkv_bias", "output_bias", "scaling", "softmax")

@@ -1,4 +1,4 @@
-"""Config fields: their place in the tree, and how they are read and written.
+"""Config fields: what their values are in a ModelSpec, and how they are read and written.
 
 A table maps the name of a field in config.json to a `Field`. `USUAL` has the fields of LlamaConfig. The table of a
 family is `USUAL` with other defaults and with further fields.
@@ -22,8 +22,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "swish": "silu",
 }
-"""transformers' names in ACT2FN -> gptkit's names. If an activation has several names in transformers, the first is
-written. Activations with parameters are not listed: prelu, and xielu, which its only family adds."""
+"""transformers' names of activations (ACT2FN) -> gptkit's names. If an activation has several names in transformers,
+gptkit writes the first. Activations with parameters are not listed: prelu, and xielu, which its only family adds."""
 
 
 _ACTIVATION_NAMES = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
@@ -37,7 +37,7 @@ def name_of(activation: Activation) -> str:
 
 
 def activation_named(config: ConfigReader, name: str, default: str) -> Activation:
-    """Read the activation that a field names."""
+    """Return the activation that the config field `name` names."""
     activation: Activation = config.choice(name, default, ACTIVATIONS)
     return activation
 
@@ -48,25 +48,30 @@ def same(value: Any) -> Any:
 
 
 class Field(NamedTuple):
-    """A field of config.json, in both directions."""
+    """A field of config.json: what its value is in a ModelSpec, and how it is read and written."""
 
     role: str
-    """The place of the value in the tree, see `decoder`. Roles separated by spaces all get the value."""
+    """What the value is in a ModelSpec: a size such as "hidden", or a component's field such as "attention.cap" (see
+    `decoder`). If there are several roles, separated by spaces, all of them have the value."""
     default: Any = None
-    """The value that the family's config class takes if the field is absent."""
+    """The default of the field in the family's config class."""
     read: Callable[[ConfigReader, str, Any], Any] | None = None
-    """`read(config, name, default)` returns the tree's value. If None, the role and the default decide how to read."""
+    """`read(config, name, default)` returns the value for the ModelSpec. If None, the role and the default decide how
+    the field is read."""
     write: Callable[[Any], Any] = same
-    """Turns the tree's value into the file's."""
+    """Converts the value in the ModelSpec to the value in config.json."""
     of: Callable[[ModelSpec], Any] | None = None
-    """`of(spec)` returns the file's value for a role that is not a field of a component, such as "own.pre_norm". From
-    the value of such a role, `DecoderFamily.fixed` computes other roles."""
+    """`of(spec)` returns the value in config.json if the role, such as "own.pre_norm", is not a field of a component.
+    `DecoderFamily.fixed` computes the values of other roles from this one."""
     draw: Callable[[Random, Sizes], Any] | None = None
-    """`draw(chosen, sizes)` returns a random value for the file. If None, the role and the default decide how to
-    draw."""
+    """`draw(chosen, sizes)` returns a random value for config.json. If None, the role and the default decide how it is
+    drawn."""
 
     def value(self, config: ConfigReader, name: str) -> Any:
-        """Return the file's value, or the default. "inner.name" is the field `name` of the object `inner`."""
+        """Return the value for the ModelSpec, from the config or the default.
+
+        `name` is the name of the config field. "inner.name" is the field `name` of the object `inner`.
+        """
         outer, _, name = name.rpartition(".")
         config = config.inner(outer) if outer else config
         read = self.read or READERS.get(self.role)
@@ -77,16 +82,18 @@ class Field(NamedTuple):
         return read(config, name, self.default)
 
     def written(self, value: Any) -> Any:
-        """Return the value for the file, given the tree's value."""
+        """Convert the value in the ModelSpec to the value in config.json."""
         return name_of(value) if self.role.split()[0] == "activation" and self.write is same else self.write(value)
 
     def drawn(self, name: str, chosen: Random, sizes: Sizes) -> Config:
-        """Return the field with a random legal value, or an empty config if no other value is certain to be legal.
+        """Return the field with a random legal value, as a config.
+
+        The config is empty if gptkit knows no other value than the default that is certain to be legal.
 
         Args:
             name: the field's name in config.json.
-            chosen: the source of randomness.
-            sizes: the drawn values by role, which have to fit together.
+            chosen: the random number generator.
+            sizes: random sizes by role. They are legal together, so the field has to have the size of its role.
         """
         role = self.role.split()[0]
         if self.draw is not None:
@@ -111,12 +118,12 @@ _Value = TypeVar("_Value")
 
 
 def size(role: str, default: int, *values: int) -> Field:
-    """Return a field that is a positive integer. A random config has one of `values`."""
+    """Return a field that is a positive integer. In random configs, it has one of `values`."""
     return Field(role, default, draw=among(*(values or ODD)))
 
 
 def constant(role: str, value: Any, why: str) -> Field:
-    """Return a field that has only one legal value. `why` is the reason for refusing others, for the error message."""
+    """Return a field for which gptkit accepts only `value`. `why` is the reason, for the error message."""
 
     def read(config: ConfigReader, name: str, default: Any) -> Any:
         stated = config.raw(name, default)
@@ -128,7 +135,7 @@ def constant(role: str, value: Any, why: str) -> Field:
 
 
 def multiple(role: str, default: int, of: int) -> Field:
-    """Return a field that is a positive multiple of a number. Writing raises CannotExpress for anything else."""
+    """Return a field whose value must be a positive multiple of `of`. Writing another value raises CannotExpress."""
 
     def read(config: ConfigReader, name: str, default: int) -> int:
         value = config.integer(name, default)
@@ -145,20 +152,24 @@ def multiple(role: str, default: int, of: int) -> Field:
 
 
 def read_fields(table: Fields, config: ConfigReader) -> dict[str, Any]:
-    """Return the values of a table's fields, by role.
+    """Return the values of all fields in a table, by role.
 
-    For a component whose attributes are roles of the table, `read_fields` and `write_fields` are inverse to each other.
+    If the roles are attributes of a component, `write_fields` is the inverse: it returns the config fields of the
+    component.
     """
     return {field.role: field.value(config, name) for name, field in table.items()}
 
 
 def write_fields(table: Fields, component: Any) -> Config:
-    """Return the config fields of a component. The roles of the table are attributes of the component."""
+    """Return the config fields of a component, from a table whose roles are attributes of the component."""
     return {name: field.written(getattr(component, field.role)) for name, field in table.items()}
 
 
 def draw_fields(table: Fields, chosen: Random, sizes: Sizes) -> Config:
-    """Draw the fields of a table. Sizes are always drawn, other fields with a probability of 0.7."""
+    """Return random legal values of a table's fields.
+
+    Other fields than sizes are left out with a probability of 0.3.
+    """
     config: Config = {}
     for name, field in table.items():
         drawn = field.drawn(name, chosen, sizes)
@@ -168,12 +179,15 @@ def draw_fields(table: Fields, chosen: Random, sizes: Sizes) -> Config:
 
 
 def _number_of_experts(config: ConfigReader, name: str, default: int | None) -> int | None:
-    """Read a number of experts, or None if the field is null or absent."""
+    """Return the number of experts in a config field, or None if the field is null or absent."""
     return None if config.raw(name, default) is None else config.integer(name, default, most=MOST_EXPERTS)
 
 
 def same_in_all_layers(config: ConfigReader, name: str, default: int) -> int | None:
-    """Read the number of experts in all layers. It may also be a list with the same number for every layer."""
+    """Return the number of experts in a config field.
+
+    The field is a number, or a list with the same number for every layer.
+    """
     value = config.raw(name, default)
     layers = config.layers("num_hidden_layers", 32)
     if isinstance(value, list) and len(value) == layers and len({str(number) for number in value}) == 1:
@@ -182,7 +196,7 @@ def same_in_all_layers(config: ConfigReader, name: str, default: int) -> int | N
 
 
 def none_or_more(config: ConfigReader, name: str, default: int) -> int:
-    """Read an integer of at least 0."""
+    """Return the value of a config field that must be an integer of at least 0."""
     value = config.raw(name, default)
     if type(value) is not int or not 0 <= value < 2**31:
         raise config.fail(name, value, "an integer of at least 0")
@@ -190,7 +204,7 @@ def none_or_more(config: ConfigReader, name: str, default: int) -> int:
 
 
 def read_nonzero(config: ConfigReader, name: str, default: float | None) -> float | None:
-    """Read a number above 0, or None for null and 0."""
+    """Return the number above 0 in a config field, or None if the field is 0, null or absent."""
     return config.optional_number(name, default) if config.raw(name) else None
 
 
@@ -211,9 +225,9 @@ _BY_DEFAULT: tuple[tuple[type, Callable[[ConfigReader, str, Any], Any]], ...] = 
 
 
 def root_of(hidden: str, usual: int) -> Callable[[ConfigReader, str, bool], float]:
-    """Return the reader of a boolean field: whether the embedding is multiplied by the square root of its width.
+    """Return the reader of a boolean field that says whether embeddings are scaled by the square root of their width.
 
-    The reader returns the factor of the embedding: the square root, or 1.
+    The reader returns the factor: the square root, or 1.
 
     Args:
         hidden: the config field of the width.
@@ -227,12 +241,12 @@ def root_of(hidden: str, usual: int) -> Callable[[ConfigReader, str, bool], floa
 
 
 def is_scaled(multiplier: float) -> bool:
-    """Return whether the factor of the embedding is other than 1: the value for the field that `root_of` reads."""
+    """Return whether embeddings are multiplied by a factor: the value of the boolean field that `root_of` reads."""
     return multiplier != 1
 
 
 def _inverse(config: ConfigReader, name: str, default: float) -> float:
-    """Read the factor of the logits. The field in config.json is its inverse, a divisor of the logits."""
+    """Return the factor of the logits, from a config field by which the logits are divided."""
     divisor = config.number(name, default)
     if 1 / divisor > FLOAT32_MAX:
         raise config.fail(name, divisor, "a number whose inverse is in the range of float32")
@@ -240,7 +254,10 @@ def _inverse(config: ConfigReader, name: str, default: float) -> float:
 
 
 def with_defaults(fields: Fields, **defaults: Any) -> dict[str, Field]:
-    """Return the table with other defaults. A keyword is the name of a field, or the field's first role ("layers")."""
+    """Return the table with other defaults.
+
+    A keyword is the name of a config field, or the first role of one ("layers").
+    """
     names = {field.role.split()[0]: name for name, field in fields.items()} | {name: name for name in fields}
     return {**fields, **{names[key]: fields[names[key]]._replace(default=value) for key, value in defaults.items()}}
 
@@ -251,7 +268,7 @@ def without(table: Mapping[str, _Value], *names: str) -> dict[str, _Value]:
 
 
 def flag(role: str, default: bool, yes: Any, no: Any) -> Field:
-    """Return a boolean field that stands for one of two values in the tree."""
+    """Return a boolean config field. It is read as `yes` if it is true, and as `no` if it is false."""
 
     def read(config: ConfigReader, name: str, default: bool) -> Any:
         return yes if config.boolean(name, default) else no
@@ -261,9 +278,9 @@ def flag(role: str, default: bool, yes: Any, no: Any) -> Field:
 
 
 def choice(role: str, default: str, values: Mapping[str, Any]) -> Field:
-    """Return a field whose string stands for a value in the tree. If a value has two strings, the first is written.
+    """Return a config field with a string that is read as the value that `values` has for it.
 
-    Writing raises CannotExpress for a value without a string.
+    If several strings have the same value, the first one is written. Writing another value raises CannotExpress.
     """
     names: dict[Any, str] = {value: name for name, value in reversed([*values.items()])}
 
@@ -298,19 +315,19 @@ def llama_fields(names: Mapping[str, str] = MappingProxyType({}), **defaults: An
     """Return the fields of LlamaConfig under other names and with other defaults.
 
     Args:
-        names: maps names in LlamaConfig to those of this family.
-        defaults: keywords as in `with_defaults`.
+        names: names of fields in LlamaConfig -> names in this family. Other names stay the same.
+        defaults: the new defaults; see `with_defaults`.
     """
     return {names.get(name, name): field for name, field in with_defaults(USUAL, **defaults).items()}
 
 
 LAYER_NORM_EPS = {"rms_norm_eps": "layer_norm_eps"}
-"""The `names` of `llama_fields` in families with LayerNorm."""
+"""The argument `names` of `llama_fields` for families with LayerNorm."""
 
 BIASED = dict.fromkeys(
     ("attention.qkv_bias", "attention.output_bias", "feed_forward.up_bias", "feed_forward.down_bias"), True
 )
-"""`DecoderFamily.fixed` of families in which all linears of the layers have biases."""
+"""A part of `DecoderFamily.fixed` for families in which all linears of the layers have biases."""
 
 
 PRE = ("attention_norm", "feed_forward_norm")  # `DecoderFamily.norms` of blocks with a norm before every sub-layer
@@ -320,7 +337,8 @@ ATTENTION_BIAS = Field("attention.qkv_bias attention.output_bias", False)
 MLP_BIAS = Field("feed_forward.up_bias feed_forward.down_bias", False)
 LOGITS_DIVISOR = Field("head.multiplier", 1.0, _inverse, lambda factor: float(f"{1 / factor:.14g}"))
 WINDOW = Field("attention.window", 4096, ConfigReader.optional_integer)
-"""A sliding window in all layers. If the field is absent it has the default width, and if it is null there is none."""
+"""The config field of a sliding window in all layers. An absent field means the default window, and null means no
+window."""
 GROUPED_EXPERTS: Fields = {
     "n_group": Field("mixture.groups", 1),
     "topk_group": Field("mixture.top_groups", 1),
@@ -328,7 +346,7 @@ GROUPED_EXPERTS: Fields = {
     "routed_scaling_factor": Field("mixture.multiplier", 1.0),
     "num_experts_per_tok": Field("mixture.top_k", 8),
 }
-"""DeepSeek-V3's config fields for the choice of experts."""
+"""DeepSeek-V3's config fields for the router's choice of experts."""
 
 # --- values of roles that no field states: `DecoderFamily.fixed` ---
 
@@ -340,13 +358,13 @@ SIGMOID_ROUTER: dict[str, Any] = {
     "mixture.in_order": False,
     "mixture.wide_choice": True,
 }
-"""`DecoderFamily.fixed` for the choice of experts as in DeepSeek-V3."""
+"""A part of `DecoderFamily.fixed` for routers as in DeepSeek-V3."""
 
 # --- the norms of a block: `DecoderFamily.norms` ---
 
 OUTPUT_NORMS = ("attention_output_norm", "feed_forward_output_norm")
-"""A norm on the output of every sub-layer, before it is added to the residual stream (OLMo 2)."""
+"""The norms of a block that has one on the output of every sub-layer, before the residual connection (OLMo 2)."""
 AROUND = ("attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm")
-"""A norm before every sub-layer and one on its output (Gemma 2)."""
+"""The norms of a block that has one before every sub-layer and one on its output (Gemma 2)."""
 SUM_NORMS = ("attention_sum_norm", "feed_forward_sum_norm")
-"""Post-norm: a norm on the sum of a sub-layer's input and output (BERT)."""
+"""The norms of a post-norm block: there is one after every residual connection (BERT)."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Quant:
-    """An element type of ggml: its name, and the size of its blocks, in elements and in bytes."""
+    """An element type of ggml: its name, the number of elements in a block, and the size of a block in bytes."""
 
     name: str
     block: int
