@@ -1,4 +1,4 @@
-"""Convert between trees of a family and GGUF files of one of llama.cpp's architectures, as `gguf_table` describes.
+"""Convert a ModelSpec of one family to the contents of a GGUF file and back, as `gguf_table` describes.
 
 Source: llama.cpp, src/models/*.cpp and llama-model.cpp (which keys are read, and their defaults).
 """
@@ -25,7 +25,8 @@ FieldOfFile = Callable[[GgufFacts], Any]  # computes a field of config.json that
 _KeyOfConfig = Callable[[Mapping[str, Any]], Value | None]  # computes the value of a key from a config.json
 
 ALWAYS_FP32 = (".bias", "position_embd.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_norm.weight")
-"""Suffixes of matrices that llama.cpp's converter writes as fp32, like all tensors of one dimension."""
+"""The ends of names of matrices that llama.cpp's converter writes as fp32. It also writes all tensors of one dimension
+so."""
 
 _ROPE_BUFFERS = (
     "blk.{layer}.attn_rot_embd.weight",
@@ -40,65 +41,70 @@ LOCAL_BASE = "rope.freq_base_swa"
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """An architecture of llama.cpp, as the target (`obstacles.Destination`) for the trees of one family.
+    """How models of one family are stored in GGUF files of one of llama.cpp's architectures.
 
     The metadata of a file have the same contents as the family's config.json, under other names. gptkit converts them
-    to a config.json, and the family reads the tree from that.
+    to a config.json, from which the family makes the ModelSpec. This class has the methods of a `Destination`, so that
+    gptkit can find out which models GGUF can express.
     """
 
     name: str
-    """The value of general.architecture, and the prefix of the metadata keys."""
+    """The name of llama.cpp's architecture. It is the value of general.architecture, and the prefix of the metadata
+    keys."""
     leaves: tuple[Leaf, ...]
-    """The tensors of files."""
+    """The table of the tensors that files may have."""
     fields: Mapping[str, str]
     """Metadata keys -> fields of config.json. "inner.name" is the field `name` of the object `inner`."""
     family: str = ""
-    """The family that files are read as, by default the one with the same name."""
+    """The family of the models in such files. "" is the family with the name of the architecture."""
     absent: Mapping[str, Any] = field(default_factory=dict)
-    """Keys -> the values that llama.cpp assumes if a file lacks them. All other keys are required."""
+    """Metadata keys -> the values that llama.cpp assumes if a file lacks them. All other keys are required."""
     always: Mapping[str, Value | _KeyOfConfig] = field(default_factory=dict)
-    """Keys -> their constant value, or a function that computes the value from a config.json."""
+    """Metadata keys -> their constant value, or a function that computes the value from a config.json."""
     assumed: Mapping[str, Any | FieldOfFile] = field(default_factory=dict)
-    """Config fields without a key -> their value, or a function that computes the value from a file."""
+    """Config fields that have no metadata key -> their value, or a function that computes the value from a file."""
     biases: Mapping[str, str] = field(default_factory=dict)
-    """Config fields that say whether there are biases -> a tensor of the first layer, which has a bias if the field is
-    true."""
+    """Config fields that say whether modules have biases -> llama.cpp's name of such a module. The field is true if the
+    first layer in a file has this module's bias."""
     signs: tuple[str, ...] = ()
-    """Keys that a file has only if its model is of this family. Integers in `always` must agree, too. In the table,
-    rows with `signs` come before other rows of the same name."""
+    """Metadata keys that a file has only if its model is of this family. Integers in `always` must agree, too. In the
+    table, rows with `signs` come before other rows of the same name."""
     rotary: RotaryKind | None = USUAL_ROTARY
-    """How the family's config.json describes rotary positions. None if it has none."""
+    """How the family's config.json describes RoPE. None if the family has no RoPE."""
     by_kind: bool = False
-    """Whether layers with a window have their own entry in `rope_parameters`. Their RoPE has no scaling. If `absent`
-    has the key of their RoPE base (`LOCAL_BASE`), files state this base."""
+    """Whether `rope_parameters` in config.json has an entry of its own for layers with a window. The RoPE of these
+    layers is not scaled. If `absent` has the key of their RoPE base (`LOCAL_BASE`), files state this base."""
     divisors: tuple[str, ...] = ()
-    """The RoPE scalings that llama.cpp reads from a tensor: "llama3", "longrope" or "proportional"."""
+    """The kinds of RoPE scaling whose frequency divisors llama.cpp reads from a tensor of the file: "llama3",
+    "longrope" or "proportional"."""
     windows: Callable[[int], int | None] | None = None
-    """Returns N, given the number of layers, if every N-th layer has no window. It returns 0 if no layer has a window,
-    and None if a file must list the layers with a window. The function itself is None if the family has no windows."""
+    """Returns, for a number of layers, which layers have no window: N means every N-th layer, and 0 means that no layer
+    has a window. None means that a file must list the layers with a window. The function itself is None if the family
+    has no windows."""
     unwindowed: bool = False
-    """Whether a file may state no window at all."""
+    """Whether the model in a file may have no window in any layer."""
     numbers: tuple[str, ...] = ()
-    """Keys without the architecture's prefix whose values have one number per layer. In the tree, each of these numbers
-    is a tensor, named by the key and the layer."""
+    """Metadata keys whose values are lists with one number per layer. In a ModelSpec, each of these numbers is a
+    tensor. The keys have no architecture prefix. gptkit treats every number like a file's tensor with the name
+    "key.layer"."""
     tied: bool | None = None
     """Whether the head is tied to the token embedding. None if both are possible."""
     square: bool = False
     """Whether llama.cpp requires that all query heads together are as wide as the hidden states."""
     latent: bool = False
-    """Whether the model has latent attention. Then separate fields state the widths of heads, and a key states the
-    factor by which YaRN scales the attention scores."""
+    """Whether the model has latent attention. If so, config.json has separate fields for the widths of heads, and a
+    metadata key states the factor by which YaRN scales the attention scores."""
     also: tuple[str, ...] = ()
-    """Further families whose models are saved in GGUF files of this architecture."""
+    """Further families whose models gptkit writes as GGUF files of this architecture."""
 
     @property
     def reads(self) -> str:
-        """The name of the family as which files are read."""
+        """The name of the family that gptkit assigns to such files when it reads them."""
         return self.family or self.name
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The names of the families whose models are saved in GGUF files of this architecture."""
+        """The names of the families whose models gptkit writes as GGUF files of this architecture."""
         return (self.reads, *self.also)
 
     @property
@@ -119,24 +125,33 @@ class GgufArchitecture:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The names of tensors that a file may have, and that gptkit does not need for the tree."""
+        """Templates of the names of tensors that a file may have, and that are not needed to build the ModelSpec."""
         return () if self.rotary is None else _ROPE_BUFFERS
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """Return the weight map of a file for a tree. Raises CannotExpress if a shared tensor has no name in GGUF."""
+        """Return which tensors the file of a model has, and which parameters every tensor contains.
+
+        Raises CannotExpress if a parameter has no name in GGUF.
+        """
         return bind(self.owner, self.leaves, spec)
 
     # --- metadata -> config.json ---
 
     def fits(self, facts: GgufFacts) -> bool:
-        """Return whether the model in a file of this architecture is of this family."""
+        """Return whether a file of this architecture contains a model of this family.
+
+        Other families may use the same architecture. `facts` is the header of the file.
+        """
         fixed = {key: value for key, value in self.always.items() if isinstance(value, int)}
         return all(facts.raw(key) is not None for key in self.signs) and all(
             facts.raw(key) in (None, value) for key, value in fixed.items()
         )
 
     def read(self, facts: GgufFacts) -> dict[str, Any]:
-        """Return the fields of a config.json. Raises ConfigError if the metadata contradict the family."""
+        """Return the config.json fields that the header of a file describes.
+
+        Raises ConfigError if the metadata contradict the family.
+        """
         if "expert_count" not in self.fields and facts.raw("expert_count") not in (None, 0):
             raise facts.fail(
                 "expert_count", facts.raw("expert_count"), "no such field: this architecture has no experts"
@@ -154,7 +169,12 @@ class GgufArchitecture:
         return config
 
     def _read_fields(self, facts: GgufFacts, width: int | None) -> dict[str, Any]:
-        """Return the config fields that have a key or follow from the tensors. `width` is the width of a head."""
+        """Return the config fields that have a metadata key, and those that follow from the tensors in the file.
+
+        Args:
+            facts: the header of the file.
+            width: the width of a head, or None if separate fields state it.
+        """
         absent = {"attention.head_count_kv": facts.raw("attention.head_count"), WIDTH: width, **self.absent}
         config: dict[str, Any] = {"vocab_size": facts.vocab_size}
         config["tie_word_embeddings"] = facts.tied if self.tied is None else self.tied
@@ -166,7 +186,7 @@ class GgufArchitecture:
         return config
 
     def _check_constants(self, facts: GgufFacts, config: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the value of a key in `always` is not the one that follows from the config."""
+        """Raise ConfigError if a key in `always` has another value in the file than the config.json requires."""
         for key, value in self.always.items():
             wanted, stated = value(config) if callable(value) else value, facts.raw(key)
             if isinstance(wanted, list) and type(stated) in (bool, int):  # one value for all layers
@@ -175,9 +195,11 @@ class GgufArchitecture:
                 raise facts.fail(key, stated, shown(wanted))
 
     def _read_windows(self, facts: GgufFacts, every: int | None) -> dict[str, Any]:
-        """Return the config fields of the windows, from the pattern that the file states or llama.cpp assumes.
+        """Return the config fields of attention windows.
 
-        `every` is the result of `windows`.
+        Args:
+            facts: the header of the file. It may list the layers with a window. Otherwise llama.cpp's default applies.
+            every: this default, as the function `windows` returns it.
         """
         layers, pattern = facts.layers, facts.raw(PATTERN)
         width = facts.value(WINDOW, *((None,) if self.unwindowed or every == 0 else ()))
@@ -196,7 +218,12 @@ class GgufArchitecture:
         return {"sliding_window": width, "layer_types": types}
 
     def _read_rotary(self, facts: GgufFacts, width: int | None) -> dict[str, Any]:
-        """Return the config fields of RoPE. `width` is the width of a head."""
+        """Return the config fields of RoPE.
+
+        Args:
+            facts: the header of the file.
+            width: the width of a head, or None if separate fields state it.
+        """
         assert self.rotary is not None
         dim = facts.integer("rope.dimension_count", width)
         if not self.rotary.part and width is not None:
@@ -213,7 +240,11 @@ class GgufArchitecture:
     # --- a tree -> metadata ---
 
     def metadata(self, spec: ModelSpec) -> dict[str, Value]:
-        """Return the metadata of a tree. The keys have the architecture's prefix. Raises CannotExpress."""
+        """Return the metadata for a model. The keys have the architecture's prefix.
+
+        Raises:
+            CannotExpress: the family has no config for the model, or llama.cpp does not support its sizes.
+        """
         if self.square:
             attention = of_kind(spec.blocks[0].attention, Attention)
             if attention.heads * attention.head_dim != spec.hidden_size:
@@ -236,9 +267,13 @@ class GgufArchitecture:
         return {f"{self.name}.{key}": value for key, value in values.items() if value is not None}
 
     def _write_windows(self, config: Mapping[str, Any], every: int | None) -> dict[str, Value | None]:
-        """Return the keys of the window's width and of the layers with a window. `every` is the result of `windows`.
+        """Return the metadata keys for the width of the windows and for the layers with a window.
 
-        If llama.cpp assumes the same layers by default, the key of the layers is None.
+        The latter is None if llama.cpp assumes the right layers by default.
+
+        Args:
+            config: the config.json of the model.
+            every: llama.cpp's default, as the function `windows` returns it.
         """
         sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
         if every == 0 or (self.unwindowed and not any(sliding)):
@@ -247,14 +282,14 @@ class GgufArchitecture:
         return {WINDOW: config["sliding_window"], PATTERN: None if usual else sliding}
 
     def extras(self, spec: ModelSpec) -> dict[str, tuple[float, ...]]:
-        """Return tensors that encode numbers of the tree, such as rope factors."""
+        """Return the tensors of a file that contain no weights, but numbers that describe the model (RoPE factors)."""
         return {} if self.rotary is None else rope_tensors(_rotaries(spec)[0], self.divisors)
 
     def back(self, spec: ModelSpec) -> ModelSpec:
-        """Write a tree and return the tree that gptkit reads from the file. Raises CannotExpress, ConfigError.
+        """Convert a model to the contents of a GGUF file, and return the ModelSpec that gptkit reads from these.
 
         If a value comes back in an equivalent form (rounded to fp32, or in another notation), the result has the value
-        of `spec`.
+        of `spec`. Raises CannotExpress, ConfigError.
         """
         extras = self.extras(spec)
         shapes: dict[str, Shape] = {leaf.checkpoint: leaf.shape for leaf in self.bind(spec)}
@@ -265,7 +300,7 @@ class GgufArchitecture:
         return back
 
     def spec_of(self, facts: GgufFacts) -> tuple[ModelSpec, dict[str, Any]]:
-        """Return the tree of a file of this family, and its complete config.json. Raises ConfigError."""
+        """Return the ModelSpec for a file of this family, and its complete config.json. Raises ConfigError."""
         family = self.architecture
         config = {"model_type": family.name, "architectures": [family.hf_class], **self.read(facts)}
         try:
@@ -279,9 +314,9 @@ class GgufArchitecture:
 
 
 def _completed(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json to which these fields are added if it lacks them, also inside of objects.
+    """Return a config.json with those of the given fields that it lacks. Objects in it are completed in the same way.
 
-    transformers requires some of them (DBRX's `attn_config.rope_theta`).
+    transformers requires some of these fields (DBRX's `attn_config.rope_theta`).
     """
     both = {
         name: {**value, **config[name]}
@@ -306,7 +341,7 @@ def _put(config: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _one_eps(spec: ModelSpec) -> ModelSpec:
-    """Return the tree with the same eps in the norms of latents as in other norms. llama.cpp has only one eps."""
+    """Return the model with one eps for all norms of a layer, also those of latents. llama.cpp has only one eps."""
     blocks = []
     for block in spec.blocks:
         eps, attention = block.attention_norm.eps, block.attention
@@ -317,15 +352,15 @@ def _one_eps(spec: ModelSpec) -> ModelSpec:
 
 
 def shifted(spec: ModelSpec) -> set[str]:
-    """Return the shared names of norm weights that multiply by 1 + weight. GGUF stores 1 + weight."""
+    """Return the names of norm weights that a model adds 1 to before it multiplies by them. GGUF stores 1 + weight."""
     nodes = spec.nodes()
     return {f"{path}.weight" for path, node in nodes if isinstance(node, Norm) and node.gain == "1 + weight"}
 
 
 def _rotaries(spec: ModelSpec) -> tuple[Rotary | None, Rotary | None]:
-    """Return the RoPE of the first layer without a window, and of the first layer with one, or None if there is none.
+    """Return the RoPE of the first layer without a window, and that of the first layer with one.
 
-    If all layers have a window, both are the same.
+    A value is None if there is no such layer. If all layers have a window, both are the same.
     """
     rotaries: dict[bool, Rotary] = {}
     for block in spec.blocks:
@@ -336,12 +371,14 @@ def _rotaries(spec: ModelSpec) -> tuple[Rotary | None, Rotary | None]:
 
 
 def _as_before(spec: Any, stored: Any, read: Any) -> Any:
-    """Return the tree `read`, with the values of `spec` in fields in which `read` equals `stored` up to fp32 rounding.
+    """Return the model `read`, with original values in fields whose value did not change in the file.
+
+    A value did not change if it equals that of `stored` up to fp32 rounding.
 
     Args:
-        spec: the original tree.
-        stored: this tree in the notation of GGUF (see `_as_stored`).
-        read: the tree that was read from the file.
+        spec: the original model, or a part of it.
+        stored: the same model as GGUF expresses it (see `_as_stored`).
+        read: the model that was read from the file.
     """
     if isinstance(read, Component) and type(spec) is type(stored) is type(read):
         names = read.__struct_fields__
@@ -353,7 +390,7 @@ def _as_before(spec: Any, stored: Any, read: Any) -> Any:
 
 
 def _as_stored(spec: ModelSpec) -> ModelSpec:
-    """Return the tree in the notation of GGUF, in which some equivalent trees are the same."""
+    """Return the model as it comes back from a GGUF file, which changes some values to equivalent ones."""
     # BLOOM may have no context length, and then llama.cpp's converter writes the hidden size.
     context = spec.context_length or spec.hidden_size
     blocks = []
@@ -368,6 +405,6 @@ def _as_stored(spec: ModelSpec) -> ModelSpec:
 
 
 def _is_close(a: Any, b: Any) -> bool:
-    """Return whether two values are the same number up to rounding to fp32."""
+    """Return whether two values are the same number, up to rounding to fp32."""
     numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (a, b))
     return numbers and (math.isclose(a, b, rel_tol=2e-7) if isinstance(a, float) or isinstance(b, float) else a == b)

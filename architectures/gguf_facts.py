@@ -19,32 +19,46 @@ class GgufFacts:
     """The contents of a GGUF file's header."""
 
     name: str
-    """The value of general.architecture, which is also the prefix of keys. The methods take keys without the prefix."""
+    """The value of general.architecture, which is also the prefix of keys. The arguments `key` of the methods lack this
+    prefix."""
     metadata: Mapping[str, Any]
-    """The values of all keys. Arrays are lists."""
+    """All keys with their prefix -> their values. Arrays are lists."""
     shapes: Mapping[str, Shape]
-    """The shapes of all tensors, in numpy's order of dimensions. GGUF writes them in the opposite order."""
+    """The shapes of all tensors by name, in numpy's order of dimensions. GGUF has the opposite order."""
     floats: Callable[[str], tuple[float, ...]]
-    """Returns the values of a tensor that encodes numbers of the tree, such as rope_freqs.weight."""
+    """Returns the values of a tensor that contains no weights, but numbers that describe the model
+    (rope_freqs.weight)."""
 
     def raw(self, key: str) -> Any:
-        """Return the value of a key, or None. A list of equal values, one per layer, is returned as a single value."""
+        """Return the value of a key, or None if the file lacks it.
+
+        A list of equal values is returned as a single value.
+        """
         value = self.metadata.get(f"{self.name}.{key}")
         if isinstance(value, list) and value and all(type(v) is type(value[0]) and v == value[0] for v in value):
             return value[0]
         return value
 
     def fail(self, key: str, value: Any, wanted: str) -> ConfigError:
-        """Return the error for an invalid value."""
+        """Return the error for an invalid value of a key. The caller raises it."""
         return ConfigError(f"GGUF metadata: {self.name}.{key} is {shown(value)}, expected {wanted}")
 
     def require(self, key: str, value: Any, wanted: Any) -> None:
-        """Raise ConfigError unless a value is the only one that gptkit supports."""
+        """Raise ConfigError unless a key has the only value that gptkit supports.
+
+        Args:
+            key: the metadata key.
+            value: its value in the file.
+            wanted: the supported value.
+        """
         if value != wanted:
             raise self.fail(key, value, shown(wanted))
 
     def integer(self, key: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
-        """Return a positive integer. The key is required if there is no default."""
+        """Return the value of a key that must be an integer from 1 to `most`.
+
+        The key is required if there is no default.
+        """
         value = self.raw(key)
         if value is None and default is not None:
             return default
@@ -53,7 +67,10 @@ class GgufFacts:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number above zero, as the shortest decimal that rounds to the stored fp32 value."""
+        """Return the value of a key that must be a finite number above zero.
+
+        It is the shortest decimal number that rounds to the stored fp32 value.
+        """
         value = self.raw(key)
         if value is None and default is not None:
             return default
@@ -62,7 +79,10 @@ class GgufFacts:
         return shortest(float(value))
 
     def value(self, key: str, *default: Any) -> Any:
-        """Return a number of at least 0, or a boolean. The key is required if there is no default."""
+        """Return the value of a key that must be a number of at least 0, or a boolean.
+
+        The key is required if there is no default.
+        """
         value = self.raw(key)
         if value is None and default:
             return default[0]
@@ -82,7 +102,10 @@ class GgufFacts:
 
     @property
     def layers(self) -> int:
-        """The number of layers without those that draft tokens. It is at most the number of tensors."""
+        """The number of layers, without extra layers that draft tokens.
+
+        A number above that of the file's tensors is refused.
+        """
         count, drafts = self.integer("block_count", most=min(MAX_LAYERS, max(1, len(self.shapes)))), self.drafts
         if drafts >= count:
             raise self.fail(_DRAFTS, drafts, f"fewer than block_count ({count})")
@@ -90,12 +113,12 @@ class GgufFacts:
 
     @property
     def drafts(self) -> int:
-        """The number of extra layers after the last one, which draft tokens."""
+        """The number of extra layers after the last one that draft tokens (multi-token prediction)."""
         return 0 if self.raw(_DRAFTS) in (None, 0) else self.integer(_DRAFTS)
 
     @property
     def vocab_size(self) -> int:
-        """The number of rows of the token embedding. The metadata must agree."""
+        """The number of rows of the token embedding. If the metadata state another number, ConfigError is raised."""
         shape = self.shapes.get("token_embd.weight", ())
         if len(shape) != 2:
             raise ConfigError("GGUF: token_embd.weight is missing or does not have two dimensions")
@@ -108,7 +131,10 @@ class GgufFacts:
         return "output.weight" not in self.shapes
 
     def head_dim(self, *, only: bool = False) -> int:
-        """Return the width of a head. The default is hidden size / heads. With `only`, every other width is refused."""
+        """Return the width of a head. If the file does not state it, it is hidden size / heads.
+
+        With `only`, a file that states another width raises ConfigError.
+        """
         hidden, heads = self.integer("embedding_length"), self.integer("attention.head_count")
         key = "attention.key_length"
         stated = self.integer(key) if self.raw(key) is not None else None

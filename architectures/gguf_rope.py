@@ -1,4 +1,5 @@
-"""RoPE scaling in GGUF: metadata for linear scaling and YaRN, a tensor of divisors for Llama 3.1 and LongRoPE.
+"""RoPE scaling in GGUF: metadata for linear scaling and YaRN, a tensor of frequency divisors for Llama 3.1 and
+LongRoPE.
 
 For Llama 3.1's scaling, a file contains only the divisor of every frequency. `fit_llama3` computes parameters that give
 these divisors. It sets low_freq_factor to 1, since multiplying both frequency factors and the original context by the
@@ -28,14 +29,15 @@ _STILL = 1e30  # the divisor of a pair that RoPE does not rotate
 def read_scaling(
     facts: GgufFacts, dim: int, base: float, divisors: Collection[str] = (), *, latent: bool = False
 ) -> dict[str, Any] | None:
-    """Return `rope_scaling` of config.json for a GGUF file, or None if RoPE is not scaled.
+    """Return the field `rope_scaling` of config.json for a GGUF file, or None if RoPE is not scaled.
 
     Args:
         facts: the header of the file.
         dim: the number of dimensions of a head that RoPE rotates.
         base: the base of RoPE.
-        divisors: the scalings that llama.cpp reads from a tensor in such files: "llama3", "longrope" or "proportional".
-        latent: whether attention is latent, see `_scaled_scores`.
+        divisors: the kinds of scaling whose frequency divisors llama.cpp reads from a tensor of such files: "llama3",
+            "longrope" or "proportional".
+        latent: whether the model has latent attention, see `_scaled_scores`.
 
     Raises:
         ConfigError: the scaling is unknown, or its tensor is missing or malformed.
@@ -82,9 +84,9 @@ def _refuse_ignored_tensors(facts: GgufFacts, divisors: Collection[str]) -> None
 
 
 def _read_proportional(divisors: list[float]) -> dict[str, Any] | None:
-    """Return p-RoPE's scaling for these divisors of the frequencies, or None if all are 1.
+    """Return p-RoPE's `rope_scaling` for a tensor of frequency divisors, or None if all divisors are 1.
 
-    p-RoPE does not rotate some pairs. The divisors of these pairs are practically infinite.
+    p-RoPE does not rotate some pairs of dimensions. The divisors of these pairs are practically infinite.
     """
     turning = [value for value in divisors if value < _STILL / 10]
     if {*turning} - {*turning[:1]} or turning != divisors[: len(turning)]:
@@ -100,12 +102,12 @@ def _read_proportional(divisors: list[float]) -> dict[str, Any] | None:
 
 
 def _scaled_scores(facts: GgufFacts) -> dict[str, float]:
-    """Return the fields that DeepSeek's rope_scaling has in addition to YaRN's.
+    """Return the fields that DeepSeek's `rope_scaling` has in addition to those of YaRN.
 
-    `mscale_all_dim` is a factor of the attention scores. With it, cos and sin have no factor.
+    `mscale_all_dim` states a factor of the attention scores. In a model with this field, cos and sin have no factor.
 
     Raises:
-        ConfigError: the file has no such factor, so llama.cpp would multiply cos and sin.
+        ConfigError: the file does not state this factor. llama.cpp would then multiply cos and sin by a factor.
 
     Source: llama-context.cpp and models/deepseek2.cpp, [TAG_DEEPSEEK2_YARN_LOG_MUL_FIX].
     """
@@ -143,13 +145,13 @@ def _values(facts: GgufFacts, name: str, head_dim: int) -> list[float]:
 
 
 def write_rope(rotary: Rotary, latent: Mapping[str, Any] | None = None) -> dict[str, Value | None]:
-    """Return the metadata of a rotary component.
+    """Return the metadata for a RoPE component.
 
-    GGUF cannot express every component. The caller reads the metadata back to find differences.
+    GGUF cannot express every component. To find differences, the caller reads the metadata back.
 
     Args:
         rotary: the component.
-        latent: `rope_scaling` of config.json if attention is latent, and otherwise None.
+        latent: the field `rope_scaling` of config.json for models with latent attention, otherwise None.
     """
     metadata: dict[str, Value | None] = {"rope.dimension_count": rotary.dim, "rope.freq_base": rotary.base}
     scaling = _scaling_fields(rotary)
@@ -169,16 +171,24 @@ def write_rope(rotary: Rotary, latent: Mapping[str, Any] | None = None) -> dict[
 
 
 def _scaling_fields(position: Any) -> dict[str, Any]:
-    """Return `rope_scaling` of config.json for a position encoding. It is empty if RoPE is not scaled."""
+    """Return the field `rope_scaling` of config.json for a position encoding.
+
+    It is empty if there is no scaled RoPE.
+    """
     if getattr(position, "scaling", None) is None:
         return {}
     return write_rotary(position, position.dim)["rope_scaling"] or {}
 
 
 def rope_tensors(position: Any, divisors: Collection[str] = ("llama3", "longrope")) -> dict[str, tuple[float, ...]]:
-    """Return the tensors that a position encoding needs in addition to its metadata, by name, as fp64 values.
+    """Return the tensors that a GGUF file needs for a position encoding, in addition to the metadata.
 
-    `divisors` are the scalings that llama.cpp reads from a tensor; see `read_scaling`.
+    Args:
+        position: the position encoding.
+        divisors: the kinds of scaling whose frequency divisors llama.cpp reads from a tensor.
+
+    Returns:
+        The names of the tensors -> their values.
     """
     scaling = _scaling_fields(position)
     if "proportional" in divisors and position is not None:
@@ -193,17 +203,29 @@ def rope_tensors(position: Any, divisors: Collection[str] = ("llama3", "longrope
 
 
 def _yarn_mscale(factor: float) -> float:
-    """Return YaRN's default factor of cos and sin (2309.00071, section 3.4)."""
+    """Return the factor by which YaRN multiplies cos and sin by default (2309.00071, section 3.4).
+
+    `factor` is the factor of the context length.
+    """
     return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
 
 
 def _wavelengths(base: float, pairs: int) -> list[float]:
-    """Return the wavelength of every pair of dimensions, in tokens."""
+    """Return the wavelength in tokens of every pair of dimensions that RoPE rotates.
+
+    `pairs` is the number of pairs.
+    """
     return [2 * math.pi * base ** (pair / pairs) for pair in range(pairs)]
 
 
 def llama3_divisors(scaling: Llama3Scaling, base: float, pairs: int) -> list[float]:
-    """Return the divisor of the frequency of every pair of dimensions in Llama 3.1's scaling."""
+    """Return the numbers by which Llama 3.1's scaling divides the RoPE frequencies, one for every pair of dimensions.
+
+    Args:
+        scaling: the parameters of the scaling.
+        base: the base of RoPE.
+        pairs: the number of pairs of dimensions.
+    """
     low, high, factor = scaling.low_freq_factor, scaling.high_freq_factor, scaling.factor
     divisors = []
     for wavelength in _wavelengths(base, pairs):
@@ -219,10 +241,10 @@ def llama3_divisors(scaling: Llama3Scaling, base: float, pairs: int) -> list[flo
 
 
 def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
-    """Return the scaling that has these frequency divisors, or None if all are 1.
+    """Return parameters of Llama 3.1's RoPE scaling that give these frequency divisors, or None if all are 1.
 
     Raises:
-        ConfigError: no parameters of Llama 3.1's scaling give these divisors.
+        ConfigError: there are no such parameters.
     """
     factor = shortest(max(divisors, default=1.0))
     if all(value == 1 for value in divisors):
@@ -245,7 +267,10 @@ def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
 
 
 def _candidates(divisors: list[float], base: float, factor: float) -> list[tuple[float, int]]:
-    """Return pairs (high_freq_factor, original context) to try for these divisors: common pairs, then computed ones."""
+    """Return pairs (high_freq_factor, original context) that may give these frequency divisors.
+
+    The first are in common use. The others are computed from the divisors.
+    """
     usual = [(4.0, 8192), *((4.0, 2**power) for power in range(6, 18))]
     waves = _wavelengths(base, len(divisors))
     ramp = [
@@ -276,9 +301,10 @@ def _nearest(value: float) -> int:
 
 
 def refitted(position: Any) -> Any:
-    """Return a position encoding after Llama 3.1's scaling was written to GGUF and read back.
+    """Return the position encoding that comes back if this one is written to GGUF and read.
 
-    GGUF has only the divisors of the frequencies. The parameters of the result are those that `fit_llama3` computes.
+    For Llama 3.1's scaling, GGUF has only the divisors of the frequencies. The result has the parameters that
+    `fit_llama3` computes from them.
     """
     divisors = [shortest(fp32(value)) for value in rope_tensors(position).get(_FREQS, ())]
     try:

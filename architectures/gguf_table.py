@@ -1,6 +1,6 @@
 """llama.cpp's architectures as data: the tensors of their files, and the config.json field of every metadata key.
 
-llama.cpp computes only those biases, windows and frequency divisors that a row names.
+A model may only have biases, windows and frequency divisors that its row names, since llama.cpp ignores others.
 
 Source: llama.cpp, conversion/*.py (the keys and tensors that are written), src/models/*.cpp and llama-model.cpp (those
 that are read, and their defaults).
@@ -86,13 +86,14 @@ _GROUPS = {
     " ffn_up=feed_forward.dense.up_proj ffn_down=feed_forward.dense.down_proj"
     " ffn_gate_inp=feed_forward.mixture.router",
 }
-"""Groups of modules that many architectures have."""
+"""Names for groups of modules that many architectures have -> llama.cpp's names of these modules."""
 
 
 def _experts_of(suffix: str) -> tuple[Leaf, ...]:
-    """Return the leaves of the weights or biases of experts. The gate, up and down projections have one tensor each.
+    """Return the leaves (entries of the tensor table) of experts whose projections are stacked.
 
-    Such a tensor contains the projection of all experts. `suffix` is "weight" or "bias".
+    The gate, up and down projections have one tensor each, with the weights or biases of all experts. `suffix` is
+    "weight" or "bias".
     """
     shapes = {"gate": "intermediate hidden", "up": "intermediate hidden", "down": "hidden intermediate"}
     return tuple(
@@ -106,11 +107,11 @@ def _experts_of(suffix: str) -> tuple[Leaf, ...]:
 
 
 def _read_together(there: str, inner: str, axes: str, expert_axis: str | None = None) -> Leaf:
-    """Return the leaf of a tensor that contains the gate and up projections.
+    """Return the leaf (entry of the tensor table) of a tensor that contains both the gate and the up projection.
 
     Args:
         there: llama.cpp's name of the tensor.
-        inner: the prefix of the projections' shared names within the feed-forward, such as "shared.".
+        inner: the prefix of gptkit's names of the projections within the feed-forward, such as "shared.".
         axes: the pattern of the tensor's axes; see `Layout`.
         expert_axis: the axis of experts, if the tensor contains all experts.
     """
@@ -119,9 +120,10 @@ def _read_together(there: str, inner: str, axes: str, expert_axis: str | None = 
 
 
 def _experts_together(mixture: str = "") -> tuple[Leaf, ...]:
-    """Return the leaves of the weights of all experts: one tensor for gate and up, and one for down.
+    """Return the leaves (entries of the tensor table) of experts whose gate and up projections are one tensor.
 
-    `mixture` is the prefix of the experts' shared names within the feed-forward.
+    The down projections are a second tensor. Both contain the weights of all experts. `mixture` is the prefix of
+    gptkit's names of the experts within the feed-forward.
     """
     expert, layout = f"{mixture}experts.{{expert}}.", Layout("experts hidden intermediate", stack="experts")
     return (
@@ -192,11 +194,11 @@ _APART = {
     "exp_probs_b": (Leaf(_T + "exp_probs_b", _B + "feed_forward.choice.bias"),),
     "xielu": tuple(Leaf(f"{key}.{{layer}}", f"{_B}feed_forward.activation.{key[6:]}") for key in _XIELU),
 }
-"""The leaves of modules whose tensors have another layout than gptkit's parameters."""
+"""Names for modules -> their leaves, if their tensors have another layout than gptkit's parameters."""
 
 
 def _leaves(modules: str) -> tuple[Leaf, ...]:
-    """Return the leaves of modules.
+    """Return the leaves (entries of the tensor table) of modules.
 
     Args:
         modules: llama.cpp's names of modules, or names in `_GROUPS`, separated by spaces. "name+" has biases too.
@@ -229,7 +231,7 @@ _SIZES = {
 
 
 def _sizes(*without: str) -> dict[str, str]:
-    """Return the keys of a model's sizes -> their config fields, except the keys in `without`."""
+    """Return the metadata keys of sizes that most models have -> their config fields, except the keys in `without`."""
     return {key: name for key, name in _SIZES.items() if key not in without}
 
 
@@ -239,7 +241,7 @@ _USUAL = {**_SIZES, **_RMS, **_GIVEN}
 
 
 def _layer_norm(name: str) -> dict[str, str]:
-    """Return the metadata key of LayerNorm's eps -> its config field `name`."""
+    """Return the metadata key of LayerNorm's eps -> its config field, which is `name`."""
     return {"attention.layer_norm_epsilon": name}
 
 
@@ -264,18 +266,15 @@ def _layers_without(step: int) -> FieldOfFile:
 
 
 def _every(number: int | None) -> Any:
-    """Return `GgufArchitecture.windows` if every N-th layer has no window, for N = `number`.
-
-    None: files list the layers.
-    """
+    """Return a function for `GgufArchitecture.windows` that returns `number` for any number of layers."""
     return lambda _: number
 
 
 def _field_of(name: str, factor: str = "") -> Any:
-    """Return the function that computes the value of a key from a config.json.
+    """Return a function that computes the value of a metadata key from a config.json.
 
-    The value is that of the field `name`, multiplied by the field `factor` if there is one. It is None if the config
-    lacks a field.
+    The value is that of the config field `name`, multiplied by that of the field `factor` if there is one. It is None
+    if the config lacks a field.
     """
 
     def product(config: Mapping[str, Any]) -> Any:
@@ -286,12 +285,15 @@ def _field_of(name: str, factor: str = "") -> Any:
 
 
 def _whole(key: str, *default: Any) -> FieldOfFile:
-    """Return the function that reads a config field from a key of a file."""
+    """Return a function that computes a config field from a file: it returns the value of the metadata key `key`."""
     return lambda facts: facts.value(key, *default)
 
 
 def _dense_first(facts: GgufFacts) -> list[str]:
-    """Return `mlp_layer_types`: the layers after the first `leading_dense_block_count` are mixtures."""
+    """Return the config field `mlp_layer_types`.
+
+    The first `leading_dense_block_count` layers are dense, others are mixtures.
+    """
     first = facts.value("leading_dense_block_count", 0)
     return ["dense" if layer < first else "sparse" for layer in range(facts.layers)]
 
@@ -306,9 +308,10 @@ def _bases(facts: GgufFacts) -> list[float]:
 
 
 def _grouped(facts: GgufFacts) -> bool:
-    """Return whether a Falcon model has the new architecture, in which groups of query heads share a key head.
+    """Return whether a Falcon model has the new architecture, in which groups of query heads share a key-value head.
 
-    These are 40b and 11b. In 7b all heads share one, and in older models every head may have its own.
+    Falcon 40b and 11b have this architecture. In 7b, all query heads share one key-value head. In older models, every
+    query head may have its own.
     """
     heads = facts.integer("attention.head_count")
     return _two_norms(facts) or facts.integer("attention.head_count_kv", heads) not in (1, heads)
@@ -319,7 +322,7 @@ def _two_norms(facts: GgufFacts) -> bool:
 
 
 def _query_scale(layers: int) -> FieldOfFile:
-    """Return the function that computes Gemma's `query_pre_attn_scalar` from a file.
+    """Return a function that computes Gemma's config field `query_pre_attn_scalar` from a file.
 
     In the largest model of a release, it is hidden size / heads. In the others, it is the width of a head. `layers` is
     the number of layers of the largest model.
@@ -333,7 +336,7 @@ def _query_scale(layers: int) -> FieldOfFile:
 
 
 def _is_lite(facts: GgufFacts) -> bool:
-    """Return whether llama.cpp takes a DeepSeek model for one of those whose queries have no latent (V2-Lite).
+    """Return whether llama.cpp treats a DeepSeek model as V2-Lite, in which queries have no latent.
 
     llama.cpp decides this from the number of layers and the size of the vocabulary.
     """
@@ -401,7 +404,7 @@ _SCALED_EXPERTS = {
 
 
 def _sliding(facts: GgufFacts) -> list[bool]:
-    """Return which layers of Gemma 4 have a window. The others have heads of another width."""
+    """Return for every layer of Gemma 4 whether it has a window."""
     pattern = facts.raw(PATTERN)
     sliding = [pattern] * facts.layers if isinstance(pattern, bool) else pattern
     if not isinstance(sliding, list) or len(sliding) != facts.layers or sliding[-1]:
@@ -410,9 +413,9 @@ def _sliding(facts: GgufFacts) -> list[bool]:
 
 
 def _of_kind(facts: GgufFacts, key: str, *, local: bool) -> int:
-    """Return the value of a key for one kind of layer: with a window (`local`) or without one.
+    """Return the value of a metadata key for layers with a window (`local`) or for layers without one.
 
-    If the value is a list by layer, the result is that of the first layer of this kind.
+    If the value is a list by layer, the result is the value for the first such layer.
     """
     value = facts.raw(key)
     if isinstance(value, list) and len(value) == facts.layers:
@@ -425,17 +428,20 @@ def _of_kind(facts: GgufFacts, key: str, *, local: bool) -> int:
 
 
 def _heads_by_layer(facts: GgufFacts) -> dict[str, dict[str, int]]:
-    """Return Gemma 4's `per_layer_config`: the width and number of heads in layers without a window."""
+    """Return Gemma 4's config field `per_layer_config`.
+
+    It has the width and the number of key-value heads of layers without a window.
+    """
     kv_heads = _of_kind(facts, "attention.head_count_kv", local=False)
     own = {"head_dim": facts.integer(WIDTH), "num_key_value_heads": kv_heads}
     return {str(layer): own for layer, windowed in enumerate(_sliding(facts)) if not windowed}
 
 
 def _shared_layers(facts: GgufFacts) -> int:
-    """Return Gemma 4's `num_kv_shared_layers`: the number of last layers that use keys and values of earlier layers.
+    """Return Gemma 4's config field `num_kv_shared_layers`.
 
-    In llama.cpp, these layers use the keys and values of one of the two layers before them: of the first one if they
-    have a window, and otherwise of the second one.
+    It is the number of layers at the end that use keys and values of earlier layers. In llama.cpp, they use those of
+    one of the two layers before them: of the first one if they have a window, and otherwise of the second one.
     """
     key, windowed = "attention.shared_kv_layers", _sliding(facts)
     shared = facts.value(key, 0) and facts.integer(key)
@@ -464,7 +470,7 @@ def _widths(config: Mapping[str, Any]) -> list[int]:
 
 
 def _mixture_interval(config: Mapping[str, Any]) -> int:
-    """Return N if every N-th layer of Llama 4 is a mixture of experts."""
+    """Return N if every N-th layer of a Llama 4 model is a mixture of experts, or 0 if none is."""
     return config["moe_layers"][0] + 1 if config["moe_layers"] else 0
 
 
@@ -929,5 +935,5 @@ _ROWS = (
 # fmt: on
 
 GGUF: Mapping[str, GgufArchitecture] = {row.reads: row for row in _ROWS}
-"""The rows, by the name of the family as which files are read. Among rows of one architecture, those with `signs` come
-first."""
+"""The rows of the table by the name of the family that files are read as. Among rows of the same architecture, those
+with `signs` come first."""

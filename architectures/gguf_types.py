@@ -11,23 +11,29 @@ from .ggml import TYPES
 from .gguf_table import GGUF
 
 FILE_TYPES = {"q8_0": "Q8_0", "q4_k_m": "Q4_K", "q4_0": "Q4_0"}
-"""llama-quantize's names of file types, and the type that most tensors of such a file have."""
+"""llama-quantize's names of file types -> the element type that most tensors of such a file have."""
 
 BLOCKS = {quant.name: (quant.block, quant.nbytes) for quant in TYPES.values()}
-"""For every type, the number of consecutive weights in a block, and the block's size in bytes with scales and
+"""ggml's element types -> the number of weights in a block, and the size of a block in bytes, with scales and
 minima."""
 
 _KNOWN = ("llama", "qwen2", "qwen3", "gpt2", "bloom", "falcon")
-"""The architectures whose types were compared with files written by llama-quantize."""
+"""llama.cpp's architectures for which the element types here were compared with files that llama-quantize wrote."""
 
 _NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""Types for matrices whose rows are not multiples of 256 weights. Their blocks have 32 weights."""
+"""Element types with blocks of 256 weights -> the type with blocks of 32 weights that llama.cpp uses instead if the
+number of weights in a matrix row is not divisible by 256."""
 
 
 def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter, str]]:
-    """Return all parameters of a tree with their types in a file of `FILE_TYPES`.
+    """Return all parameters of a model with the element types that they have in a quantised GGUF file.
 
     Queries, keys and values are listed separately. A file may store them as one tensor, with the same type and size.
+
+    Args:
+        spec: the model.
+        family: the model's family.
+        kind: the type of the file, a key of `FILE_TYPES`.
 
     Raises:
         CannotExpress: llama.cpp has no architecture for the family, or no type for the shape of a tensor.
@@ -44,9 +50,16 @@ def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter,
 
 
 def _type(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
-    """Return the type of a parameter in a file of llama.cpp's architecture `name`.
+    """Return the element type of a parameter in a quantised file.
 
-    Tensors that tensor_allows_quantization excludes are fp32: those of one dimension, positions and routers.
+    Tensors that llama.cpp's tensor_allows_quantization excludes are fp32: those of one dimension, positions and
+    routers.
+
+    Args:
+        parameter: the parameter.
+        spec: the model.
+        name: llama.cpp's name of the architecture.
+        kind: the type of the file, a key of `FILE_TYPES`.
     """
     if len(parameter.shape) < 2 or parameter.component in ("router", "positions"):
         return "F32"
@@ -64,7 +77,10 @@ def _type(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
 
 
 def _wanted(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
-    """Return the type that llama.cpp prefers for a parameter, given its role and its layer."""
+    """Return the element type that llama.cpp prefers for a parameter, before it checks the size of the rows.
+
+    The arguments are those of `_type`.
+    """
     role = ".".join(parameter.name.split(".")[-2:])
     usual, medium, layers, layer = FILE_TYPES[kind], kind == "q4_k_m", len(spec.blocks), parameter.layer or 0
     if role == "head.weight" or (role == "embedding.weight" and spec.tied):
@@ -89,13 +105,13 @@ def _wanted(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
 def _gets_more_bits(layer: int, layers: int) -> bool:
     """Return whether llama.cpp stores some weights of a layer with more bits than those of other layers.
 
-    These are the first eighth of the layers, the last eighth, and every third layer between them.
+    These layers are the first eighth, the last eighth, and every third layer between them.
     """
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
 def _is_70b(spec: ModelSpec, name: str) -> bool:
-    """Return whether llama.cpp takes a model for LLM_TYPE_70B, which it recognises by the number of layers."""
+    """Return whether llama.cpp treats a model as LLM_TYPE_70B, which it recognises by the number of layers."""
     grouped = getattr(spec.blocks[0].attention, "group", 1) > 1
     return len(spec.blocks) == 80 and (name == "qwen2" or (name == "llama" and grouped))

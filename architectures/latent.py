@@ -25,7 +25,7 @@ _EPS = 1e-6  # the eps of the norms of latents. The config only has that of the 
 
 
 def _from_zero(config: ConfigReader, name: str, default: int) -> int:
-    """Read a size that may be 0."""
+    """Return the value of a config field with a size that may be 0."""
     size = config.raw(name, default)
     return 0 if type(size) is int and size == 0 else config.integer(name, default)
 
@@ -38,38 +38,38 @@ LATENT: Mapping[str, Field] = {
     "v_head_dim": Field("attention.value_dim", 128),
     "attention_bias": Field("attention.output_bias", False),
 }
-"""The fields of latent attention."""
+"""The config fields of latent attention."""
 _HEADS = ("num_key_value_heads", "head_dim")  # fields of key-value heads, which latent attention does not have
 LATENT_FIELDS = {**{name: field for name, field in USUAL.items() if name not in _HEADS}, **LATENT}
-"""The fields of a dense model with latent attention."""
+"""The config fields of a dense model with latent attention."""
 
 
 @dataclass(frozen=True)
 class LatentDecoder(DecoderFamily):
-    """A decoder family with latent attention."""
+    """The common properties of a decoder family with latent attention."""
 
     mixer: type[Any] = LatentAttention
     rotary: RotaryKind | None = None
     key_rotary: RotaryKind = USUAL_ROTARY
-    """The assumptions of the config class about the RoPE of the rotary key."""
+    """How transformers' config class states the RoPE of the rotary key."""
     kv_heads: int | None = None
-    """The default of `num_key_value_heads`, which must equal the number of heads. None: the default is the number of
-    heads."""
+    """The default of the config field `num_key_value_heads`, which must be the number of heads. None: the default is
+    the number of heads."""
     interleaved: bool | None = None
-    """Whether RoPE rotates pairs of neighbours. None: the config field `rope_interleave` decides."""
+    """Whether RoPE rotates pairs of adjacent dimensions. None: the config field `rope_interleave` decides."""
     gathered: bool = True
-    """The value of `LatentAttention.gathered` if RoPE rotates pairs of neighbours."""
+    """The value of `LatentAttention.gathered` if RoPE rotates pairs of adjacent dimensions."""
     tables: bool = False
-    """Whether the config field `head_dim` is the width of the tables of cos and sin. Otherwise they are as wide as the
-    rotary key."""
+    """Whether the config field `head_dim` is the width of RoPE's tables of cos and sin. Otherwise they are as wide as
+    the rotary key."""
 
     def complete(self, config: ConfigReader, values: dict[str, Any], names: Mapping[str, str]) -> None:
-        """Add no values, since the config states all widths of heads."""
+        """Add no values. The config states all widths of heads, so none of them has to be computed."""
 
     def attentions(
         self, config: ConfigReader, values: Mapping[str, Any], own: Mapping[str, Any], _: Mapping[str, Any]
     ) -> Sequence[LatentAttention]:
-        """Return the same attention for every layer."""
+        """Return the latent attention of every layer. All layers have the same one."""
         heads, fields = values["heads"], dict(own)
         kv_heads = config.optional_integer("num_key_value_heads", self.kv_heads)
         if kv_heads not in (None, heads):
@@ -98,7 +98,7 @@ class LatentDecoder(DecoderFamily):
         return [attention] * values["layers"]
 
     def draw_sizes(self, chosen: Random) -> Config:
-        """Draw the sizes of a tree, by role."""
+        """Return random sizes of a model that are legal together, as role -> size."""
         sizes = super().draw_sizes(chosen)
         heads, widths = chosen.choice((1, 2, 3, 5)), ODD if self.mixtures is None else ROWS
         return {
@@ -113,7 +113,7 @@ class LatentDecoder(DecoderFamily):
         }
 
     def draw(self, chosen: Random, stated: Mapping[str, Any], **own: Any) -> Config:
-        """Return a random legal config. The arguments are those of `DecoderFamily.draw`."""
+        """Return a random legal config for tests. The arguments are those of `DecoderFamily.draw`."""
         config = super().draw(chosen, stated, **own)
         rope = draw_rotary(chosen, config["qk_rope_head_dim"], self.key_rotary)
         for parameters in (rope.get("rope_scaling"), rope.get("rope_parameters")):
@@ -125,7 +125,7 @@ class LatentDecoder(DecoderFamily):
         return {**config, "num_key_value_heads": config["num_attention_heads"], **rope, **pairs}
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        """Return the config fields of a tree. Raises the errors of `DecoderFamily.write`."""
+        """Return the config fields that describe a model. Raises the errors of `DecoderFamily.write`."""
         attention = of_kind(spec.blocks[0].attention, LatentAttention)
         rotary = of_kind(attention.position, Rotary)
         rope = write_rotary(rotary, rotary.dim, self.key_rotary)
@@ -137,7 +137,10 @@ class LatentDecoder(DecoderFamily):
 
 
 def latent_leaves(block: str, layer: str) -> tuple[Leaf, ...]:
-    """Return the leaves of latent attention. Shared names begin with `block`, and checkpoint names with `layer`."""
+    """Return the leaves (entries of the tensor table) of latent attention.
+
+    gptkit's names of the parameters begin with `block`, and the names in checkpoints begin with `layer`.
+    """
     ours, theirs = f"{block}attention.", f"{layer}self_attn."
     down = tuple(
         Leaf(
@@ -172,8 +175,8 @@ _DOWN_BIAS = Layout("part", split="part", parts=("kv_rank", "rope_dim"))
 UP = Layout("(heads part) kv_rank", split="part", parts=("nope_dim", "value_dim"))
 
 COMPUTED = {"qk_head_dim": "computed from qk_nope_head_dim and qk_rope_head_dim"}
-"""A field that transformers writes but does not read, for `Architecture.irrelevant`."""
+"""A config field that transformers writes but does not read, for `Architecture.irrelevant`."""
 KNOWN = {"head_dim": "computed from qk_rope_head_dim", **COMPUTED}
-"""Fields that transformers writes but does not read, in families whose config classes overwrite `head_dim`."""
+"""Config fields that transformers writes but does not read, for families whose config classes overwrite `head_dim`."""
 
 LATENT_LEAVES = (*leaves_of(EMBEDDING), *latent_leaves(B, T), *leaves_of({**FEED_FORWARD, **NORMS, **ENDS}))

@@ -49,7 +49,7 @@ def parse(pattern: str) -> tuple[tuple[str, ...], ...]:
 
 
 def _extent(axis: str, sizes: _Sizes) -> int:
-    """Return the extent of an axis, which is the name of a size, a quotient of one, or a number."""
+    """Return the extent of an axis, given as the name of a size ("heads"), a quotient ("heads/4") or a number ("2")."""
     name, _, divisor = axis.partition("/")
     return int(name) if name.isdigit() else sizes[name] // int(divisor or 1)
 
@@ -72,22 +72,28 @@ def concatenate(arrays: Sequence[Any], axis: int) -> Any:
 
 @dataclass(frozen=True)
 class Layout:
-    """A pair of axis patterns, see the module's docstring. With an empty `checkpoint` pattern it is the identity."""
+    """How a checkpoint tensor is split into one or several parameters (shared tensors), and joined from them.
+
+    A layout consists of two patterns of axes, which the module's docstring explains. If `checkpoint` is empty, the
+    tensor and its only parameter are equal.
+    """
 
     checkpoint: str = ""
-    """The pattern of the checkpoint tensor."""
+    """The pattern of the checkpoint tensor's axes."""
     shared: str = ""
-    """The pattern of the shared tensors. If empty, it is the checkpoint's pattern without `stack`."""
+    """The pattern of the axes of every shared tensor. If it is empty, it is the pattern `checkpoint` without the axis
+    `stack`."""
     split: str | None = None
-    """The axis that is divided among the shared tensors."""
+    """The axis of the checkpoint tensor that is divided among the shared tensors."""
     parts: tuple[str, ...] = ("1",)
-    """The extent of the axis `split` in every shared tensor."""
+    """The extents that the axis `split` has in the shared tensors, one for each."""
     stack: str | None = None
-    """The axis of the checkpoint tensor that the shared tensors do not have."""
+    """The axis of the checkpoint tensor that has a set of shared tensors for every index, such as the axis of
+    experts."""
 
     @property
     def is_identity(self) -> bool:
-        """Whether there is one shared tensor, equal to the checkpoint's."""
+        """Whether there is only one shared tensor, which is equal to the checkpoint tensor."""
         return not self.checkpoint
 
     @cached_property
@@ -102,29 +108,43 @@ class Layout:
         return tuple(dimension for dimension in dimensions if dimension)
 
     def of_one(self) -> "Layout":
-        """Return the layout of one slice along `stack`. This axis is the first dimension of the checkpoint tensor."""
+        """Return the layout of one slice of the checkpoint tensor along the axis `stack`.
+
+        This axis must be the first dimension.
+        """
         if self._checkpoint[0] != (self.stack,):
             raise ValueError(f"{self.stack} is not the first dimension of {self.checkpoint!r}")
         _, _, rest = self.checkpoint.strip().partition(" ")
         return replace(self, checkpoint=rest, stack=None)
 
     def repeats(self, sizes: _Sizes) -> int:
-        """Return the number of sets of shared tensors, which is the extent of `stack`, or 1."""
+        """Return the number of sets of shared tensors, such as the number of experts.
+
+        It is the extent of the axis `stack`, or 1.
+        """
         return 1 if self.stack is None else sizes[self.stack]
 
     def _extents(self, sizes: _Sizes) -> list[int]:
-        """Return the extent of the axis `split` in every shared tensor."""
+        """Return the extent of the axis `split` in every shared tensor of a set."""
         return [_extent(part, sizes) for part in self.parts]
 
     def _axes(self, sizes: _Sizes, part: int | None = None) -> dict[str, int]:
-        """Return the extent of every axis: in the checkpoint tensor, or in the shared tensor with the index `part`."""
+        """Return the extent of every axis in the checkpoint tensor, or in one of the shared tensors.
+
+        `part` is the index of this tensor in a set of shared tensors.
+        """
         names = [axis for dimension in self._checkpoint for axis in dimension]
         extents = self._extents(sizes)
         of_split = sum(extents) if part is None else extents[part]
         return {axis: of_split if axis == self.split else _extent(axis, sizes) for axis in names}
 
     def checkpoint_shape(self, sizes: _Sizes, shared: Sequence[Shape]) -> Shape:
-        """Return the shape of the checkpoint tensor. `shared` are the shapes of the shared tensors."""
+        """Return the shape of the checkpoint tensor.
+
+        Args:
+            sizes: the extents of the axes by name.
+            shared: the shapes of the shared tensors. They are only used if the layout is the identity.
+        """
         if self.is_identity:
             (shape,) = shared
             return shape
@@ -141,7 +161,9 @@ class Layout:
 
     @cached_property
     def _runs(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-        """Return the axes of both patterns. Consecutive axes that have the same order in both are merged into one.
+        """Return the axes of both patterns.
+
+        Axes that are adjacent and in the same order in both patterns are merged into one.
 
         `split` and `stack` are not merged. With fewer axes, longer stretches of memory are moved, and more of the
         reshapes are views.
@@ -160,7 +182,7 @@ class Layout:
         return runs, sorted(runs, key=lambda run: target.index(run[0]))
 
     def forward(self, tensor: Any, sizes: _Sizes) -> list[Any]:
-        """Split a checkpoint tensor into its shared tensors, which are views of it where possible."""
+        """Split a checkpoint tensor into the shared tensors. Where possible, they are views of it."""
         if self.is_identity:
             return [tensor]
         source, target = self._runs
@@ -180,7 +202,7 @@ class Layout:
         return [piece.reshape(shape) for piece, shape in zip(pieces, self.shared_shapes(sizes), strict=True)]
 
     def inverse(self, tensors: Sequence[Any], sizes: _Sizes) -> Any:
-        """Join shared tensors into the checkpoint tensor."""
+        """Join the shared tensors into the checkpoint tensor."""
         if self.is_identity:
             (tensor,) = tensors
             return tensor
@@ -199,4 +221,4 @@ class Layout:
 
 IDENTITY = Layout()
 NUMBER = Layout(" ", "()")
-"""The layout of a tensor without dimensions, whose shared tensor has the shape (1,)."""
+"""The layout of a checkpoint tensor without dimensions. Its shared tensor has the shape (1,)."""

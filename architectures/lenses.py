@@ -1,7 +1,7 @@
-"""Config fields that differ by layer: windows, position encodings, layer types, and which layers have experts.
+"""Read and write config fields that differ by layer: windows, position encodings, layer types, and mixtures of experts.
 
-A `Lens` reads such fields into the tree and writes them back. Families combine the lenses of this file. A family has a
-lens of its own only if transformers' config class has rules that no other family has.
+A `Lens` reads such fields for a ModelSpec and writes them back. Families combine the lenses of this file. A family has
+a lens of its own only if transformers' config class has rules that no other family has.
 """
 
 import math
@@ -20,7 +20,8 @@ from .obstacles import Kinds, of_kind
 from .rope import RotaryKind, draw_rotaries, read_rotaries, read_rotary, write_rotaries
 
 Values = Mapping[str, Any]
-"""The values of a config by role: `values["layers"]` is the number of layers. See `fields`."""
+"""The values of a config by role, which says what a value is: `values["layers"]` is the number of layers. See
+`fields`."""
 
 
 def _nothing(_spec: ModelSpec) -> dict[str, Any]:
@@ -33,18 +34,18 @@ def _none_drawn(_chosen: Random, _sizes: Sizes) -> Config:
 
 @dataclass(frozen=True)
 class Lens:
-    """The reader and the writer of config fields that differ by layer."""
+    """Reads config fields whose values differ by layer, writes them back, and draws random ones for tests."""
 
     get: Callable[[ConfigReader, Values], Sequence[Any]]
-    """`get(config, values)` returns one value for every layer. In `DecoderFamily.layers`, this is a mapping of
-    `Attention`'s fields. In `DecoderFamily.recurrent`, it is the mixer that replaces attention, or None. In
-    `Mixtures.sparse`, it is a boolean."""
+    """`get(config, values)` reads the fields and returns one value for every layer. For `DecoderFamily.layers`, this
+    value is a mapping of `Attention`'s fields. For `DecoderFamily.recurrent`, it is the mixer that replaces attention,
+    or None. For `Mixtures.sparse`, it says whether the layer is a mixture."""
     put: Callable[[ModelSpec], Mapping[str, Any]] = _nothing
-    """`put(spec)` returns the config fields that `get` reads."""
+    """`put(spec)` returns the fields with the values that describe a model."""
     draw: Callable[[Random, Sizes], Config] = _none_drawn
-    """`draw(chosen, sizes)` returns these config fields with random legal values."""
+    """`draw(chosen, sizes)` returns the fields with random legal values."""
     kinds: Kinds = frozenset()
-    """The kinds of components that `get` returns, other than those that every family has."""
+    """The kinds of components that `get` returns, without those that models of all families may have."""
 
 
 def attentions(spec: ModelSpec) -> list[Attention]:
@@ -53,7 +54,7 @@ def attentions(spec: ModelSpec) -> list[Attention]:
 
 
 def stated_scale(spec: ModelSpec) -> float | None:
-    """Return the factor of the scores in the first layer, or None if it is the usual 1 / √head_dim."""
+    """Return the factor of the attention scores in the first layer, or None if it is 1 / √head_dim as usual."""
     first = attentions(spec)[0]
     return None if math.isclose(first.scale, first.head_dim**-0.5, rel_tol=1e-12) else first.scale
 
@@ -72,7 +73,7 @@ def sparse_layers(spec: ModelSpec) -> list[bool]:
 
 
 def write_windows(spec: ModelSpec) -> dict[str, Any]:
-    """Return `layer_types` and the width of the windows."""
+    """Return the config fields `layer_types` and `sliding_window` for a model."""
     windows = [attention.window for attention in attentions(spec)]
     return {
         "sliding_window": next((window for window in windows if window is not None), 4096),
@@ -88,14 +89,15 @@ def sliding(
     whole: Sequence[int] = (),
     always: bool = False,
 ) -> Lens:
-    """Return the lens of families that have `layer_types` and `sliding_window`.
+    """Return a `Lens` that reads and writes sliding windows as `layer_types` and `sliding_window`.
 
     Args:
-        every: if `layer_types` is absent, every N-th layer has full attention. With 0, none of them has.
+        every: if `layer_types` is absent, every N-th layer has full attention, where N is `every`. If it is 0, no layer
+            has full attention.
         window: the config class's default width of a window.
-        pattern: the config field that overrides `every`.
+        pattern: the config field that states another N than `every`, or "".
         first: the index of one of the layers with full attention.
-        whole: further layers with full attention. Negative numbers count from the last layer.
+        whole: the indices of further layers with full attention. Negative ones count from the last layer.
         always: whether transformers needs a width even if no layer has a window.
     """
 
@@ -120,13 +122,18 @@ def sliding(
 
 
 def draw_windows(chosen: Random, sizes: Sizes, other: str = "sliding_attention") -> Config:
-    """Draw the width of the windows, and possibly `layer_types` with full attention and the type `other`."""
+    """Return random config fields of windows: the width, and sometimes `layer_types`.
+
+    `other` is the type of layers that do not have full attention.
+    """
     types = kind_by_layer(chosen, sizes["layers"], "full_attention", other)
     return {**sometimes(chosen, {"layer_types": types}), "sliding_window": chosen.choice(WINDOWS)}
 
 
 def windows_above(switch: bool = True, first: int = 28) -> Lens:
-    """Return the lens of Qwen2's windows: layers from the index `max_window_layers` on have a window.
+    """Return a `Lens` that reads and writes sliding windows as Qwen2 does.
+
+    Layers from the index `max_window_layers` on have a window.
 
     Args:
         switch: whether the field `use_sliding_window` switches the windows on. Otherwise they are always on.
@@ -158,7 +165,7 @@ def windows_above(switch: bool = True, first: int = 28) -> Lens:
 
 
 def write_windows_above(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields of Qwen2's windows."""
+    """Return the config fields of sliding windows as Qwen2 has them."""
     windows = [attention.window for attention in attentions(spec)]
     window = next((w for w in windows if w is not None), None)
     return {
@@ -173,9 +180,13 @@ def write_windows_above(spec: ModelSpec) -> dict[str, Any]:
 
 
 def rope_by_kind(windows: Lens, kinds: Mapping[str, RotaryKind]) -> Lens:
-    """Return the lens of windows, and of RoPE settings that differ between layers with and without a window.
+    """Return a `Lens` for windows, and for RoPE that differs between layers with and without a window.
 
-    `rope_parameters` has an object for the kind "full_attention", and one for "sliding_attention".
+    The field `rope_parameters` has the objects "full_attention" and "sliding_attention".
+
+    Args:
+        windows: the lens that reads and writes the windows.
+        kinds: how the config class states RoPE, for both types of layers.
     """
 
     def get(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
@@ -199,7 +210,10 @@ def rope_by_kind(windows: Lens, kinds: Mapping[str, RotaryKind]) -> Lens:
 
 
 def rope_in_windows(windows: Lens) -> Lens:
-    """Return the lens of windows in families whose layers with full attention have no RoPE (Cohere 2, EXAONE 4)."""
+    """Return a `Lens` for windows in families whose layers with full attention have no RoPE (Cohere 2, EXAONE 4).
+
+    `windows` is the lens that reads and writes the windows.
+    """
 
     def get(config: ConfigReader, values: Values) -> list[Mapping[str, Any]]:
         own = windows.get(config, values)
@@ -212,12 +226,10 @@ _BASES = "layer_rope_theta"
 
 
 def rope_by_base(windows: Lens) -> Lens:
-    """Return a lens that reads and writes windows and a RoPE base per layer.
+    """Return a `Lens` for windows and a RoPE base per layer.
 
-    Args:
-        windows: the lens of the windows.
-
-    The bases are in the config field `layer_rope_theta`, where 0 means no RoPE.
+    The bases are in the config field `layer_rope_theta`, where 0 means no RoPE. `windows` is the lens that reads and
+    writes the windows.
     """
 
     def get(config: ConfigReader, values: Values) -> Sequence[Mapping[str, Any]]:
@@ -249,31 +261,28 @@ def rope_by_base(windows: Lens) -> Lens:
 
 @dataclass(frozen=True)
 class Places:
-    """The reader and the writer of config fields that say which layers have attention.
-
-    Other layers have another mixer.
-    """
+    """Reads and writes the config fields that say which layers have attention. Other layers have another mixer."""
 
     get: Callable[[ConfigReader, int], Sequence[bool]]
-    """`get(config, layers)` returns for every layer whether it has attention."""
+    """`get(config, layers)` reads the fields and returns for every layer whether it has attention."""
     put: Callable[[Sequence[bool]], Config]
-    """`put(with_attention)` returns the config fields for the result of `get`."""
+    """`put(with_attention)` returns the fields. Its argument is what `get` returns."""
     draw: Callable[[Random, int], Config]
-    """`draw(chosen, layers)` returns the config fields with random legal values."""
+    """`draw(chosen, layers)` returns the fields with random legal values."""
 
 
 def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: str) -> Sequence[str]:
-    """Return the kind of every layer from `layer_types`: "full_attention" or `other`.
+    """Return the type of every layer from the field `layer_types`: "full_attention" or `other`.
 
     Args:
         config: the reader of the config.
         layers: the number of layers.
-        usual: the kinds if `layer_types` is null or absent. None: the field is required.
-        other: the name of the second kind.
+        usual: the types of all layers if the field is null or absent. None: the field is required.
+        other: the name of the second type.
 
     Raises:
-        ConfigError: there is another kind or number of layers. Or no layer has attention, with which transformers'
-            cache fails.
+        ConfigError: there is another type or number of layers, or no layer has attention. transformers' cache fails for
+            models without attention.
     """
     known = ("full_attention", other)
     types = config.kinds_of_layers()
@@ -289,10 +298,12 @@ def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: st
 
 
 def by_layer_types(other: str, usual: Callable[[ConfigReader, int], Sequence[bool] | None]) -> Places:
-    """Return the `Places` of families that have `layer_types`, a list of "full_attention" and `other`.
+    """Return the `Places` that read and write which layers have attention as `layer_types`.
+
+    This field is a list of "full_attention" and `other`.
 
     Args:
-        other: the kind of layers without attention.
+        other: the type of layers without attention.
         usual: `usual(config, layers)` returns for every layer whether it has attention if `layer_types` is null or
             absent. It returns None if the field is required.
     """
@@ -315,8 +326,8 @@ def _require_types(config: ConfigReader, with_attention: Sequence[bool], other: 
 
     Args:
         config: the reader of the config.
-        with_attention: whether every layer has attention, according to the other fields.
-        other: the kind of layers without attention.
+        with_attention: for every layer, whether it has attention according to the other fields.
+        other: the type of layers without attention.
         by: the names of the other fields.
     """
     types = ["full_attention" if has_attention else other for has_attention in with_attention]
@@ -325,11 +336,13 @@ def _require_types(config: ConfigReader, with_attention: Sequence[bool], other: 
 
 
 def by_indices(name: str, other: str) -> Places:
-    """Return the `Places` of families that list the layers with attention by index. `layer_types` must agree.
+    """Return the `Places` that read and write which layers have attention as a list of their indices.
+
+    If the config has `layer_types`, it must agree.
 
     Args:
         name: the config field with the list.
-        other: the kind of layers without attention.
+        other: the type of layers without attention.
     """
 
     def get(config: ConfigReader, layers: int) -> Sequence[bool]:
@@ -349,13 +362,13 @@ def by_indices(name: str, other: str) -> Places:
 
 
 def by_period(what: str, period: int, offset: int, other: str) -> Places:
-    """Return the `Places` of families in which one of every few layers has attention; see `one_in`.
+    """Return the `Places` that read and write which layers have attention as a period and an offset; see `one_in`.
 
     Args:
-        what: the beginning of the names of the two config fields.
+        what: the prefix of the names of the two config fields: "attn" for `attn_layer_period`.
         period: the config class's default of `<what>_layer_period`.
         offset: the config class's default of `<what>_layer_offset`.
-        other: the kind of layers without attention.
+        other: the type of layers without attention.
     """
 
     def get(config: ConfigReader, layers: int) -> Sequence[bool]:
@@ -377,9 +390,16 @@ def by_period(what: str, period: int, offset: int, other: str) -> Places:
 
 
 def one_in(config: ConfigReader, what: str, period: int, offset: int, layers: int) -> list[bool]:
-    """Return for every layer whether its index modulo `<what>_layer_period` is `<what>_layer_offset`.
+    """Return for every layer whether it is chosen by a period and an offset.
 
-    `period` and `offset` are the defaults of these two config fields.
+    A layer is chosen if its index modulo `<what>_layer_period` is `<what>_layer_offset`.
+
+    Args:
+        config: the reader of the config.
+        what: the prefix of the names of the two config fields: "attn" for `attn_layer_period`.
+        period: the default of the period.
+        offset: the default of the offset.
+        layers: the number of layers.
     """
     every, first = config.integer(f"{what}_layer_period", period), config.raw(f"{what}_layer_offset", offset)
     if type(first) is not int or not 0 <= first < every:
@@ -390,10 +410,14 @@ def one_in(config: ConfigReader, what: str, period: int, offset: int, layers: in
 
 
 def write_one_in(what: str, places: Sequence[bool]) -> Config:
-    """Return the config fields that `one_in` reads.
+    """Return the period and the offset that `one_in` reads.
 
-    `places` says for every layer whether it is one of the chosen layers. If the chosen layers are not periodic, the
-    fields describe other layers. gptkit reads the fields back, finds this difference, and refuses the tree.
+    If the chosen layers are not periodic, the two fields describe other layers. gptkit reads the fields back, finds
+    this difference, and refuses the model.
+
+    Args:
+        what: the prefix of the names of the two config fields.
+        places: for every layer, whether it is one of the chosen layers.
     """
     numbers = [layer for layer, is_one in enumerate(places) if is_one] or [len(places)]
     every = numbers[1] - numbers[0] if len(numbers) > 1 else len(places) + 1
@@ -408,13 +432,17 @@ def _all(_config: ConfigReader, values: Values) -> Sequence[bool]:
 
 
 ALL_LAYERS = Lens(_all)
-"""Every layer is a mixture of experts."""
+"""A lens for families without config fields for this: every layer is a mixture of experts."""
 
 
 def after(name: str, default: int) -> Lens:
-    """Return the lens of a config field with the number of dense layers, which come first.
+    """Return a `Lens` for a config field with the number of dense layers at the beginning.
 
     All later layers are mixtures.
+
+    Args:
+        name: the config field.
+        default: its default in the config class.
     """
 
     def get(config: ConfigReader, values: Values) -> Sequence[bool]:
@@ -429,11 +457,11 @@ def after(name: str, default: int) -> Lens:
 
 
 def by_type(default: int, name: str = "") -> Lens:
-    """Return the lens of `mlp_layer_types`, a list with "dense" or "sparse" for every layer.
+    """Return a `Lens` for the config field `mlp_layer_types`, a list with "dense" or "sparse" for every layer.
 
     Args:
-        default: the number of dense layers, which come first, if `mlp_layer_types` is absent.
-        name: the config field that overrides `default`.
+        default: the number of dense layers at the beginning if `mlp_layer_types` is absent.
+        name: the config field that states another number than `default`, or "".
     """
 
     def get(config: ConfigReader, values: Values) -> Sequence[bool]:
@@ -458,12 +486,10 @@ def by_type(default: int, name: str = "") -> Lens:
 
 
 def by_step(usual: Sequence[int] = ()) -> Lens:
-    """Return the lens of Qwen2-MoE: every N-th layer is a mixture, except those in `mlp_only_layers`.
+    """Return a `Lens` that reads and writes as Qwen2-MoE which layers are mixtures of experts.
 
-    N is the field `decoder_sparse_step`.
-
-    Args:
-        usual: the dense layers if `mlp_only_layers` is absent.
+    Every N-th layer is one, where N is the field `decoder_sparse_step`, except layers in the list `mlp_only_layers`.
+    `usual` is this list if the field is absent.
     """
 
     def get(config: ConfigReader, values: Values) -> Sequence[bool]:
@@ -485,10 +511,12 @@ def by_step(usual: Sequence[int] = ()) -> Lens:
 
 
 def by_one_in(what: str, period: int, offset: int, name: str, experts: int) -> Lens:
-    """Return the lens of families in which one of every few layers is a mixture of experts; see `one_in`.
+    """Return a `Lens` that reads and writes which layers are mixtures of experts as a period and an offset.
+
+    `one_in` explains the two fields.
 
     Args:
-        what: the beginning of the names of the two config fields.
+        what: the prefix of the names of the two config fields: "expert" for `expert_layer_period`.
         period: the config class's default of `<what>_layer_period`.
         offset: the config class's default of `<what>_layer_offset`.
         name: the config field of the number of experts. With one expert, no layer is a mixture.
