@@ -23,7 +23,7 @@ _ROLES = ("reads", "writes", "inner")
 
 
 def quantised_leaves(spec: ModelSpec, leaves: Iterable[BoundLeaf]) -> set[str]:
-    """Return the names of the leaves that transformers quantises to fp8.
+    """Return the names of the tensors that transformers quantises to fp8.
 
     These are the matrices of layers that are stored as [out, in], except those of routers.
     """
@@ -43,7 +43,10 @@ def quantised_leaves(spec: ModelSpec, leaves: Iterable[BoundLeaf]) -> set[str]:
 
 
 def settings(leaves: Iterable[BoundLeaf], quantised: Collection[str], head: str) -> dict[str, Any]:
-    """Return the quantization_config for config.json. It lists the matrices that transformers must not quantise."""
+    """Return the `quantization_config` for config.json.
+
+    It lists the matrices that stay unquantised: all except `quantised`, and the one called `head`.
+    """
     unquantised = [leaf.checkpoint for leaf in leaves if len(leaf.shape) == 2 and leaf.checkpoint not in quantised]
     names = sorted({name.removesuffix(".weight") for name in (*unquantised, head) if name.endswith(".weight")})
     return {
@@ -56,14 +59,17 @@ def settings(leaves: Iterable[BoundLeaf], quantised: Collection[str], head: str)
 
 
 def stored(leaf: BoundLeaf) -> list[Entry]:
-    """Return the two tensors that store a quantised leaf: its fp8 values, and its scales."""
+    """Return the two tensors to write for a matrix that is quantised: its fp8 values, and its scales."""
     grid = (-(-leaf.shape[0] // _BLOCK), -(-leaf.shape[1] // _BLOCK))
     scales = replace(leaf, checkpoint=f"{leaf.checkpoint}_scale_inv", shape=grid)
     return [Entry(leaf, "F8_E4M3", _bits, _numbers, _BLOCK), Entry(scales, "F32", _inverses, None, _BLOCK)]
 
 
 def _scales(values: Array) -> tuple[Array, Array]:
-    """Return the factors for quantising the blocks, and their inverses. A block of zeros has the factor 1."""
+    """Return the factor by which the values of every block are multiplied for quantising, and its inverse, the scale.
+
+    A block of zeros has the factor 1.
+    """
     down, across = (np.arange(0, side, _BLOCK) for side in values.shape)
     most = np.maximum.reduceat(np.maximum.reduceat(np.abs(values), down, 0), across, 1)
     one = np.float32(1)
@@ -87,7 +93,10 @@ def _bits(rows: Array, dtype: str) -> Array:
 
 
 def _rounded(values: Array) -> Array:
-    """Round fp32 of at most 448 to F8_E4M3, to nearest even. Subnormal numbers are multiples of 2^-9."""
+    """Round fp32 values of at most 448 to F8_E4M3, to nearest, ties to even.
+
+    Subnormal numbers of F8_E4M3 are multiples of 2^-9.
+    """
     bits = np.ascontiguousarray(values).view(np.uint32)
     size = np.abs(values)
     normal = ((bits & np.uint32(0x7FFFFFFF)) + (0x7FFFF + ((bits >> 20) & 1)) >> 20) - np.uint32(120 << 3)
@@ -98,7 +107,7 @@ def _rounded(values: Array) -> Array:
 
 
 def _numbers(bits: Array, rows: Array, dtype: str) -> Array:
-    """Return the values that quantised rows represent. `rows` are their values before quantising."""
+    """Dequantise the fp8 values `bits` to fp32. `rows`, of type `dtype`, are the values before quantising."""
     table = to_float64(np.arange(256, dtype=np.uint8), "F8_E4M3").astype(np.float32)
     values = table.take(bits).reshape(rows.shape)
     return values * _spread(_inverses(rows, dtype), values.shape)

@@ -1,9 +1,13 @@
 """Convert the tokenizer in a GGUF file to Hugging Face's files: tokenizer.json and others.
 
-"gpt2" is byte-level BPE, and the file has only a name for the way it splits text, `tokenizer.ggml.pre`. "llama" is
-SentencePiece's BPE with scores, from which gptkit makes merges as transformers does from a tokenizer.model. "gemma4" is
-the same with merges in the file, and "t5" is SentencePiece's unigram model. For an unknown name gptkit writes no
-tokenizer instead of a wrong one. The chat template is copied as text and never run. Source: llama.cpp,
+The metadata key `tokenizer.ggml.model` names the kind of tokenizer:
+
+    gpt2     byte-level BPE; the key `tokenizer.ggml.pre` names the pre-tokenizer, the way to split text before the BPE
+    llama    SentencePiece's BPE with scores, from which gptkit makes merges as transformers does from tokenizer.model
+    gemma4   the same, with the merges in the file
+    t5       SentencePiece's unigram model
+
+If a name is unknown, gptkit writes no tokenizer. The chat template is copied as text and never run. Source: llama.cpp,
 src/llama-vocab.cpp; transformers, convert_slow_tokenizer.py (LlamaConverter) and tokenization_utils_base.py
 (generate_merges).
 """
@@ -23,11 +27,13 @@ PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
 ID_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-"""transformers' names of special tokens -> GGUF's names; "seperator" is misspelt there."""
+"""The names of special tokens in transformers -> their names in GGUF, which has "seperator" with this spelling."""
 
 _MAX_SQUARES = 2**27
-"""The largest sum of the squares of tokens' lengths, because this is the cost of trying every split of every token. A
-vocabulary of 262,000 tokens has a tenth of it, and no real token has more than a thousand characters."""
+"""The largest sum over all tokens of the square of their length in characters.
+
+gptkit tries every way to split a token into two parts, and this sum is the cost of doing so. A vocabulary of 262,000
+tokens has a tenth of it."""
 _MAX_TOKENS = 2**19  # the largest vocabularies have half of this
 _MAX_CHARSMAP = 2**22  # bytes; the one of SentencePiece has 240,000
 
@@ -43,13 +49,14 @@ JsonObject = dict[str, Any]
 
 
 def _split(pattern: str) -> JsonObject:
-    """Return a pre-tokenizer step that makes each match of a pattern, and the text between two matches, one piece."""
+    """Return a pre-tokenizer step that splits text before and after every match of a regular expression."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def _byte_level(use_regex: bool) -> JsonObject:
-    """Return a pre-tokenizer step that writes bytes as printable characters. `use_regex` first splits by GPT-2's
-    pattern.
+    """Return a pre-tokenizer step that replaces bytes by printable characters, as GPT-2 does.
+
+    With `use_regex` it first splits the text by GPT-2's regular expression.
     """
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
@@ -62,8 +69,9 @@ def _split_first(pattern: str) -> tuple[JsonObject, ...]:
 
 
 def _letters(numbers: str) -> tuple[JsonObject, ...]:
-    """Return the pre-tokenizer of Llama 3 or Qwen. `numbers` is the pattern for a group of digits, in which they
-    differ.
+    """Return the steps of the pre-tokenizer of Llama 3 or of Qwen, which differ only in how digits are grouped.
+
+    `numbers` is the regular expression for a group of digits.
     """
     return _split_first(rf"{_SHORTENED}|{_LEAD}\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}")
 
@@ -79,7 +87,7 @@ _PUNCTUATED = (
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}"
 ).replace('\\"', '"')
 _MOST_TEMPLATES = 100
-"""The largest number of chat templates of one model."""
+"""The largest number of chat templates that gptkit reads from a file."""
 _DIGITS = (_ONE_DIGIT, _byte_level(True))
 _THREE_DIGITS = (_byte_level(True), DIGITS, _split("[0-9][0-9][0-9]"))
 
@@ -102,17 +110,20 @@ PRE_TOKENIZERS: dict[str, tuple[JsonObject, ...]] = {
     ),
     "deepseek-v3": (*map(_split, (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _PUNCTUATED)), _byte_level(False)),
 }
-"""llama.cpp's name -> the steps in the tokenizer.json of the checkpoints for which the name was made."""
+"""A name in `tokenizer.ggml.pre` -> the steps of the pre-tokenizer, as in tokenizer.json."""
 
 WORDS_FIRST = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"))
-"""Names for which a word that is a token is never split, and a text begins with <s> by default."""
+"""The names in `tokenizer.ggml.pre` for which BPE never splits a word that is itself a token (`ignore_merges`).
+
+With these names, a text also begins with <s> by default.
+"""
 
 _NORMALIZED = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35"))
-"""Names whose checkpoints first compose characters (NFC)."""
+"""The names in `tokenizer.ggml.pre` for which the text is first normalized to NFC (composed characters)."""
 
 
 def without_tokenizer(header: GgufHeader) -> list[str]:
-    """Return notes on why the file's tokenizer cannot be converted; empty if it can."""
+    """Return a note that says why the file's tokenizer cannot be converted, or an empty list if it can."""
     kind, pre = _get(header, "model", str), _get(header, "pre", str) or "default"
     if kind is None or kind == "none" or PREFIX + "tokens" not in header.metadata:
         return ["the file contains no tokenizer: give texts as token ids"]
@@ -126,7 +137,10 @@ def without_tokenizer(header: GgufHeader) -> list[str]:
 
 
 def _get(header: GgufHeader, key: str, kind: type) -> Any:
-    """Return the value at a key of the tokenizer, or None. Raises CheckpointError if it has another type."""
+    """Return the value of the metadata key tokenizer.ggml.KEY, or None if there is no such key.
+
+    Raises CheckpointError if the value is not of the type `kind`.
+    """
     value = header.metadata.get(PREFIX + key)
     if value is not None and type(value) is not kind:
         raise CheckpointError(f"{header.where}: {PREFIX}{key} is {shown(value, 40)}, expected {kind.__name__}")
@@ -146,13 +160,20 @@ def splits(token: str) -> list[tuple[str, str]]:
 
 
 class Texts(UserDict[str, bytes]):
-    """The tokenizer of a GGUF as Hugging Face's files by name, which are made on first use (may raise CheckpointError).
+    """The tokenizer of a GGUF as Hugging Face's files: the content of every file by its name.
 
-    `rows` is the number of rows of the embedding, `context` the longest text in tokens, and `special` the ids of
-    special tokens by transformers' names.
+    The files are made when one is first read, which may raise CheckpointError.
     """
 
     def __init__(self, header: GgufHeader, rows: int, context: int | None, special: Mapping[str, list[int]]) -> None:
+        """Remember what the files are made from.
+
+        Args:
+            header: the header with the tokenizer's metadata.
+            rows: the number of rows of the model's embedding.
+            context: the model's context length in tokens, if it is known.
+            special: the ids of special tokens by their names in transformers ("eos", …).
+        """
         self._header, self._rows, self._context, self._special = header, rows, context, special
 
     @cached_property
@@ -196,7 +217,7 @@ class Texts(UserDict[str, bytes]):
         }
 
     def _pairs(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Return the merges in the file."""
+        """Return the BPE merges in the file, after checking that all of their tokens are in the vocabulary."""
         merges = self._header.values(PREFIX + "merges", MAX_STRINGS)
         if merges is None or not all(isinstance(merge, str) for merge in merges):
             raise self._error(f"its tokenizer ({PREFIX}model is {self._get('model', str)}) has no {PREFIX}merges")
@@ -275,7 +296,10 @@ class Texts(UserDict[str, bytes]):
         }
 
     def _post_processor(self, *, default_bos: bool, default_eos: bool = False) -> dict[str, Any] | None:
-        """Return the post-processor that puts special tokens around a text, or None."""
+        """Return the post-processor that puts bos and eos around a text, or None if neither is added.
+
+        The defaults are used if the file does not say whether to add the token.
+        """
         single: list[JsonObject] = [{"Sequence": {"id": "A", "type_id": 0}}]
         special: dict[str, Any] = {}
         for name, default in (("bos", default_bos), ("eos", default_eos)):
@@ -293,7 +317,7 @@ class Texts(UserDict[str, bytes]):
         return {"type": "TemplateProcessing", "single": single, "pair": [*single, *second], "special_tokens": special}
 
     def _settings(self) -> dict[str, Any]:
-        """Return tokenizer_config.json, with the texts of special tokens and the unchanged chat template."""
+        """Return the content of tokenizer_config.json: the texts of special tokens, and the unchanged chat template."""
         ids = {name: self._id(ID_KEYS[name]) for name in ("bos", "eos", "unk", "pad", "sep", "mask")}
         key = "tokenizer.chat_template"
         template: Any = self._header.metadata.get(key)
@@ -319,7 +343,7 @@ class Texts(UserDict[str, bytes]):
         return _get(self._header, key, kind)
 
     def _id(self, name: str) -> int | None:
-        """Return the id of a special token by GGUF's name, or None."""
+        """Return the id of a special token by its name in GGUF, or None."""
         index: int | None = self._get(f"{name}_token_id", int)
         return index if index is not None and 0 <= index < len(self._tokens) else None
 
@@ -351,7 +375,7 @@ class Texts(UserDict[str, bytes]):
         return [float(score) for score in scores[: len(self._tokens)]]
 
     def _vocab(self) -> dict[str, int]:
-        """Return the ids by token, without unused rows."""
+        """Return the vocabulary, token -> id, without the tokens of type "unused"."""
         vocab: dict[str, int] = {}
         for index, token in enumerate(self._tokens):
             if self._types[index] != UNUSED and vocab.setdefault(token, index) != index:
@@ -359,7 +383,7 @@ class Texts(UserDict[str, bytes]):
         return vocab
 
     def _unknown(self) -> int | None:
-        """Return the id of the unknown token: the one in the metadata, or else the token of that type."""
+        """Return the id of the unknown token: the id in the metadata, or else the first token of type "unknown"."""
         stated = self._id("unknown")
         if stated is not None and self._types[stated] != UNUSED:
             return stated
@@ -374,9 +398,10 @@ _BPE = {
 
 
 def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that together form a token, in the order in which they are merged.
+    """Return the BPE merges of a SentencePiece vocabulary: all pairs of tokens that together form a token.
 
-    The pair with the highest score of the result comes first. Ties are ordered as in transformers' generate_merges.
+    They are ordered by the score of the token that they form, the highest first. Ties are ordered as in transformers'
+    generate_merges.
     """
     ranked = []
     for order, (token, index) in enumerate(vocab.items()):

@@ -1,9 +1,10 @@
 """Describe a Hugging Face tokenizer as GGUF metadata, by the conventions of llama.cpp.
 
-llama.cpp has a name for each kind of tokenizer: "gpt2" is byte-level BPE with merges, "llama" is SentencePiece's BPE
-with scores, and "t5" is SentencePiece's unigram model. It also has names for the ways to split text before byte-level
-BPE, `tokenizer.ggml.pre`. gptkit finds this name from tokenizer.json; if there is none, it writes "default" and a note.
-Source: llama.cpp, conversion/base.py, gguf-py/gguf/vocab.py and src/llama-vocab.cpp.
+llama.cpp has names for the kinds of tokenizer: "gpt2" is byte-level BPE with merges, "llama" is SentencePiece's BPE
+with scores, and "t5" is SentencePiece's unigram model. It also has names for pre-tokenizers, the ways to split text
+before byte-level BPE (`tokenizer.ggml.pre`). gptkit looks for the name of the pre-tokenizer in tokenizer.json. If
+llama.cpp has no name for it, gptkit writes "default" and a note for the user. Source: llama.cpp, conversion/base.py,
+gguf-py/gguf/vocab.py and src/llama-vocab.cpp.
 """
 
 import base64
@@ -37,7 +38,7 @@ from .gguf_tokenizer import (
 from .llama_cpp_tokenizer import differing, sentencepiece
 
 Value = str | bool | int | float | bytes | list[str] | list[int] | list[float] | list[bool]
-"""A metadata value: int is stored as uint32, float as float32, a list of int as int32, bytes as uint8."""
+"""A metadata value. int is stored as uint32, float as float32, a list of int as an array of int32, bytes as uint8."""
 
 _NO_FALLBACK = "llama.cpp's unigram tokenizer has no byte fallback: characters without a token become <unk>"
 _ADDED_SCORE = -1000.0  # as in llama.cpp's converter, for added tokens, which no merge gives
@@ -45,29 +46,30 @@ _ADDED_SCORE = -1000.0  # as in llama.cpp's converter, for added tokens, which n
 
 @dataclass
 class _Metadata:
-    """The GGUF metadata of a tokenizer while they are collected."""
+    """The GGUF metadata of a tokenizer, which functions add one after the other."""
 
     metadata: dict[str, Value] = field(default_factory=dict)
-    """The metadata in llama.cpp's order."""
+    """The metadata by key, in the order of llama.cpp."""
     notes: list[str] = field(default_factory=list)
-    """Notes for the user on what the metadata cannot express."""
+    """Notes for the user, about properties of the tokenizer that the metadata cannot express."""
     rows: int = 0
-    """The number of rows of the embedding."""
+    """The number of rows of the model's embedding."""
     texts: dict[int, str] = field(default_factory=dict)
     """The tokens by id."""
     types: dict[int, int] = field(default_factory=dict)
-    """llama.cpp's types of tokens, by id."""
+    """The token types of llama.cpp (normal, control, …) by token id."""
     scores: dict[int, float] = field(default_factory=dict)
+    """The SentencePiece scores by token id."""
 
     def say(self, **values: Value) -> None:
-        """Add metadata, given by their keys without the prefix."""
+        """Add metadata. The keyword arguments are keys without the prefix "tokenizer.ggml."."""
         self.metadata |= {PREFIX + key: value for key, value in values.items()}
 
     def add_tokens(self, added: Iterable[Mapping[str, Any]], space: str = SPACE) -> None:
-        """Add the tokens that tokenizer.json lists as added. llama.cpp looks for them in the text before it splits the
-        text.
+        """Add the tokens of the list `added_tokens` in tokenizer.json.
 
-        `space` is the character that stands for a space in the vocabulary.
+        llama.cpp looks for these tokens in a text before it splits the text. `space` is the character that stands for a
+        space in the vocabulary.
         """
         for token in added:
             index, text = int(token["id"]), str(token["content"])
@@ -79,9 +81,10 @@ class _Metadata:
             self.scores[index] = _ADDED_SCORE
 
     def list_tokens(self, model: str, pre: str = "default") -> None:
-        """Write one token per row of the embedding.
+        """Add the list of tokens to the metadata, one for every row of the embedding.
 
-        Unused rows get names, and tokens beyond the last row are left out.
+        Rows without a token get a made-up token, and tokens beyond the last row are left out. `model` and `pre` are the
+        names of the tokenizer and of the pre-tokenizer in llama.cpp.
         """
         self.say(model=model, pre=pre)
         beyond = sum(index >= self.rows for index in self.texts)
@@ -101,10 +104,14 @@ class _Metadata:
 
 
 def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] | None = None) -> _Metadata:
-    """Return the metadata of the tokenizer in these files, for an embedding of `rows` rows.
+    """Return the GGUF metadata of a tokenizer.
 
-    `config` gives the ids of special tokens that the files do not have. If llama.cpp has no such tokenizer, the
-    metadata say "none", and a note says why.
+    If llama.cpp does not support this kind of tokenizer, the metadata say that there is none, and a note says why.
+
+    Args:
+        files: the content of the tokenizer's files by name.
+        rows: the number of rows of the model's embedding.
+        config: the model's config, for ids of special tokens that the files do not have.
 
     Raises:
         InvalidInput: a file is damaged. CannotExpress: llama.cpp does not support the tokens.
@@ -128,7 +135,7 @@ def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] 
 
 
 def _compare(vocab: _Metadata, encode: Callable[[str], Sequence[int]]) -> None:
-    """Note for how many difficult texts llama.cpp gives other ids than `encode`, which is the original tokenizer."""
+    """Add a note if llama.cpp would tokenize some test texts differently than `encode`, the original tokenizer."""
     try:
         texts, tried = differing(vocab.metadata, encode)
     except (IndexError, KeyError, ValueError, struct.error) as error:
@@ -142,7 +149,7 @@ def _compare(vocab: _Metadata, encode: Callable[[str], Sequence[int]]) -> None:
 
 
 def _none(note: str) -> _Metadata:
-    """Return metadata that llama.cpp accepts for a model without a tokenizer."""
+    """Return the metadata for a GGUF without a tokenizer, and a note that says why."""
     return _Metadata({PREFIX + "model": "none"}, [note])
 
 
@@ -201,7 +208,7 @@ def _from_json(text: bytes, rows: int) -> _Metadata:
 def _flat(step: Any, inner: str) -> Iterator[dict[str, Any]]:
     """Yield the steps of a pre-tokenizer or normalizer, without nesting.
 
-    `inner` is the key of the steps that a sequence contains.
+    In tokenizer.json, a step of type "Sequence" contains other steps, as a list at the key `inner`.
     """
     if isinstance(step, dict):
         if step.get("type") == "Sequence":
@@ -242,13 +249,16 @@ def _byte_level(
 
 
 def _merges(model: JsonObject) -> list[tuple[str, str]]:
-    """Return the merges in order; tokenizer.json has them as "a b" or ["a", "b"]."""
+    """Return the BPE merges in order. In tokenizer.json, a merge is "a b" or ["a", "b"]."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(str(left), str(right)) for left, right in pairs]
 
 
 def _sentencepiece_bpe(result: _Metadata, model: JsonObject, added: Sequence[JsonObject]) -> None:
-    """Describe SentencePiece's BPE. llama.cpp merges by the score of the result, so ranks of merges become scores."""
+    """Add the metadata of a SentencePiece BPE tokenizer.
+
+    llama.cpp merges the pair with the highest score of the result, so a merge's rank becomes the score of its result.
+    """
     vocab, merges = model["vocab"], _merges(model)
     check_lengths(vocab, "tokenizer.json")
     result.texts = {index: text for text, index in vocab.items()}
@@ -282,7 +292,10 @@ def _unigram(vocab: _Metadata, model: JsonObject, added: Sequence[JsonObject]) -
 
 
 def _space_prefix(vocab: _Metadata, steps: list[JsonObject], normalizers: list[JsonObject]) -> None:
-    """Record whether a space is put before a text, by a normalizer or, in newer files, by the step Metaspace."""
+    """Add to the metadata whether the tokenizer puts a space before a text.
+
+    The space comes from a normalizer or, in newer files, from the pre-tokenizer step Metaspace.
+    """
     metaspace = next((step for step in steps if step["type"] == "Metaspace"), None)
     if metaspace is None:
         vocab.say(add_space_prefix=any(step["type"] == "Prepend" for step in normalizers))
@@ -301,7 +314,7 @@ def _space_prefix(vocab: _Metadata, steps: list[JsonObject], normalizers: list[J
 
 
 def _post_processing(vocab: _Metadata, tokenizer: Tokenizer) -> None:
-    """Record which special tokens the tokenizer puts around a text."""
+    """Add to the metadata which special tokens the tokenizer puts before and after a text."""
     plain, whole = tokenizer.encode("a", special=False), tokenizer.encode("a")
     at = next((i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain), 0)
     for name, where, ids in (("bos", "before", whole[:at]), ("eos", "after", whole[at + len(plain) :])):
@@ -318,7 +331,7 @@ def _post_processing(vocab: _Metadata, tokenizer: Tokenizer) -> None:
 
 
 def pre_tokenizer(steps: list[JsonObject], ignore_merges: bool) -> str | None:
-    """Return llama.cpp's name for the steps of a byte-level pre-tokenizer, or None if it has none."""
+    """Return llama.cpp's name for a byte-level pre-tokenizer with these steps, or None if llama.cpp has none."""
     asked = tuple(_words(steps))
     names = [name for name, known in PRE_TOKENIZERS.items() if tuple(_words(known)) == asked]
     # In tekken's vocabulary, merges also give every word that is a token.
@@ -326,7 +339,7 @@ def pre_tokenizer(steps: list[JsonObject], ignore_merges: bool) -> str | None:
 
 
 def _words(steps: Sequence[JsonObject]) -> Iterator[str]:
-    """Yield, for every step of a pre-tokenizer, the pattern by which it splits a text."""
+    """Yield a text for every step that splits, usually its regular expression. Equal texts mean equal splits."""
     for step in steps:
         kind = step["type"]
         if kind == "ByteLevel":
@@ -349,12 +362,15 @@ def _words(steps: Sequence[JsonObject]) -> Iterator[str]:
 
 
 _SPECIAL = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}
-"""The protobuf fields of special tokens' ids, with their defaults. -1 means none, and is a huge number as a varint."""
+"""A special token -> the number of the protobuf field with its id, and the default id (-1 for no such token)."""
 
 
 # Complex: one branch for each kind of token.
 def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str, Any]) -> _Metadata:  # noqa: C901
-    """Read a SentencePiece model without its library; the field numbers are those of sentencepiece_model.proto."""
+    """Return the metadata of a tokenizer.model, the file of SentencePiece, without using its library.
+
+    The numbers of protobuf fields are those in sentencepiece_model.proto. `settings` is tokenizer_config.json.
+    """
     vocab, trainer, normalizer = _Metadata(rows=rows), dict[int, Any](), dict[int, Any]()
     try:
         for number, value in _fields(data):
@@ -412,7 +428,7 @@ def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the fields of a protobuf message as (number, value); a value is an int or bytes."""
+    """Yield the fields of a protobuf message as (number of the field, value). A value is an int or bytes."""
     at = 0
 
     def varint() -> int:
@@ -444,7 +460,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _special_ids(vocab: _Metadata, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Record the ids of special tokens, from the tokenizer's settings or else from the model's config."""
+    """Add the ids of special tokens to the metadata, from tokenizer_config.json or else from the model's config."""
     meta = vocab.metadata
     place = {text: index for index, text in enumerate(cast("list[str]", meta[PREFIX + "tokens"]))}
     for name, theirs in ID_KEYS.items():
@@ -470,7 +486,7 @@ def _special_ids(vocab: _Metadata, settings: Mapping[str, Any], config: Mapping[
 
 
 def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, Value]:
-    """Return the metadata of the chat templates, if there are any. gptkit never runs a template."""
+    """Return the GGUF metadata with the chat templates; empty if there are none. gptkit never runs a template."""
     template: Any = settings.get("chat_template")
     try:
         if "chat_template.jinja" in files:

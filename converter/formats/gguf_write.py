@@ -1,9 +1,11 @@
 """Plan a GGUF file with everything that llama.cpp needs, from the tree, the tokenizer's files and a dtype.
 
-A file has its metadata and the list of its tensors, and then the tensors, each at a multiple of 32 bytes. Everything
-except the weights is known in advance, also tensors with numbers that follow from the tree (`rope_freqs.weight`). The
-plan has all of this as the file's header. Some tensors are always fp32, and F16 replaces Q8_0 if the rows are not a
-multiple of its blocks: both are llama.cpp's conventions (conversion/base.py).
+A GGUF file has metadata and a list of tensors, followed by the tensors, each at a multiple of 32 bytes. Everything
+except the weights is known in advance, including tensors that follow from the model's config, such as
+`rope_freqs.weight`. The plan has all of this as the file's header.
+
+Two conventions are those of llama.cpp (conversion/base.py): some tensors are always fp32, and a tensor is stored as F16
+instead of Q8_0 if the length of its rows is not a multiple of Q8_0's blocks of 32 values.
 """
 
 import importlib.util
@@ -35,12 +37,12 @@ from .gguf_vocab import Value, vocabulary
 ALIGNMENT = 32
 _CODES = {quant.name: code for code, quant in TYPES.items()}
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
-"""The types that gptkit writes, with llama.cpp's number for a file of mostly this type. llama.cpp has no F64."""
+"""The types that gptkit writes -> llama.cpp's number for a file whose tensors are mostly of this type."""
 _BLOCK = TYPES[_CODES["Q8_0"]].block
 
 
 def plan(request: Request) -> FolderPlan:
-    """Plan one GGUF file, with the source's companions in the same folder. Adds notes to those of the source."""
+    """Plan one GGUF file, with the other files of the source in the same folder. Adds notes to those of the source."""
     asked = _parse(request.asked)
     tree = expressed(request.source.spec, request.source.origin.family)
     dtypes = request.source.shared_dtypes()
@@ -93,7 +95,7 @@ def plan(request: Request) -> FolderPlan:
 
 
 def _parse(asked: str | None) -> str | None:
-    """Return the tensor type that --dtype names. Raises UsageError."""
+    """Return the GGUF tensor type for a value of --dtype. Raises UsageError."""
     if asked is None:
         return None
     if asked.lower() in ("q8_0", "q8"):
@@ -117,7 +119,10 @@ def _parse(asked: str | None) -> str | None:
 
 
 def _type_of(leaf: BoundLeaf, dtypes: Mapping[str, str], asked: str | None) -> str:
-    """Return a tensor's type in the file: the one asked for, else the source's, if GGUF allows it for this tensor."""
+    """Return the type in which the GGUF stores a tensor.
+
+    This is the type `asked`, or by default that of the source. If llama.cpp requires another type, it is that one.
+    """
     if len(leaf.shape) < 2 or leaf.checkpoint.endswith(ALWAYS_FP32):
         return "F32"
     if asked == "Q8_0":
@@ -129,12 +134,15 @@ def _type_of(leaf: BoundLeaf, dtypes: Mapping[str, str], asked: str | None) -> s
 
 
 def _source_type(leaf: BoundLeaf, dtypes: Mapping[str, str]) -> str:
-    """Return the widest dtype that the source has for the parts of a tensor."""
+    """Return the dtype of a tensor in the source.
+
+    If several source tensors form it, return the widest of their dtypes.
+    """
     return widest([dtypes[name] for name in leaf.shared])
 
 
 def _most(types: Sequence[tuple[BoundLeaf, str]]) -> str:
-    """Return the type that most values in the matrices have. The name of the file contains it."""
+    """Return the type that most elements of matrices have. It becomes a part of the file's name."""
     values: dict[str, int] = {}
     for leaf, kind in types:
         if len(leaf.shape) > 1 and not leaf.checkpoint.endswith(ALWAYS_FP32):
@@ -143,7 +151,10 @@ def _most(types: Sequence[tuple[BoundLeaf, str]]) -> str:
 
 
 def q8_0(name: str) -> Encode:
-    """Return a function that quantises rows to Q8_0, bit for bit like ggml's quantize_row_q8_0_ref."""
+    """Return a function that quantises rows to Q8_0, with the same bits as ggml's quantize_row_q8_0_ref.
+
+    `name` is the tensor's name for errors.
+    """
 
     def encode(rows: np.ndarray, dtype: str) -> np.ndarray:
         from gguf import GGMLQuantizationType
@@ -171,7 +182,7 @@ def q8_0(name: str) -> Encode:
 
 
 def _one_more(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """Return 1 + weight in fp32, for norms that multiply by 1 + weight."""
+    """Return the weight of a norm plus 1, in fp32. GGUF stores this sum for norms that multiply by 1 + weight."""
     scale: np.ndarray = cast(rows, dtype, "F32") + np.float32(1)
     return scale
 
@@ -183,10 +194,15 @@ def _lay_out(
     tensors: Sequence[tuple[BoundLeaf, str]],
     factors: Collection[str],
 ) -> Shard:
-    """Lay out the file.
+    """Return the layout of a GGUF file: its header, and the place of every tensor.
 
-    `extras` are tensors with known values. `factors` has the shared names of norm weights that are stored plus 1. A
-    tensor named "KEY.N" is value N of the list in the metadata KEY.
+    Args:
+        name: the name of the file.
+        metadata: the metadata by key.
+        extras: additional tensors whose values are known, by name.
+        tensors: the tensors of the model, with their GGUF types. A tensor with the name "KEY.N" is not written as a
+            tensor, but as value N of the list that the metadata have at KEY.
+        factors: gptkit's names of the norm weights to which 1 is added.
     """
     inside = [leaf for leaf, _ in tensors if leaf.checkpoint.rpartition(".")[0] in metadata]
     tensors = [(leaf, kind) for leaf, kind in tensors if leaf not in inside]
@@ -226,7 +242,7 @@ def _values(kind: Quant, blocks: np.ndarray, _: np.ndarray, __: str) -> np.ndarr
 
 
 def _padded(nbytes: int) -> int:
-    """Round up to the alignment of tensors."""
+    """Round a number of bytes up to a multiple of the alignment of tensors."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -239,7 +255,7 @@ def _string(text: str) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    """Encode a metadata value, preceded by its type."""
+    """Return the bytes of a metadata value, with the number of its type before it."""
     if isinstance(value, int | float):
         letter, code = ("B", 7) if isinstance(value, bool) else ("I", 4) if isinstance(value, int) else ("f", 6)
         return struct.pack(f"<I{letter}", code, value)
@@ -254,7 +270,7 @@ def _value(value: Value) -> bytes:
 
 
 def _name(reference: str) -> str:
-    """Return the model's name in a reference: org/name@rev, sample:name, folder/name-F16.gguf -> name."""
+    """Return the model's name from a model reference: org/name@rev, sample:name, folder/name-F16.gguf -> name."""
     name = reference.rstrip("/").split("/")[-1].split(":")[-1].split("@")[0]
     for suffix in (".gguf", ".safetensors", "-local", "-hf", "-gguf"):
         name = name.removesuffix(suffix)
@@ -263,7 +279,10 @@ def _name(reference: str) -> str:
 
 
 def _token_files(request: Request) -> dict[str, bytes]:
-    """Return the tokenizer's files by name. Those stored inside the source have precedence over those in its folder."""
+    """Return the content of the tokenizer's files by name.
+
+    Files that are stored inside the source's weight file have precedence over those in its folder.
+    """
     plain = r"(tokenizer|tokenizer_config|special_tokens_map|chat_template|spiece)\.(json|model|jinja)"
     wanted = re.compile(rf"{plain}|additional_chat_templates/[^/]+\.jinja")
     files = {path.name: path.read_bytes() for path in request.companions if wanted.fullmatch(path.name)}
@@ -277,8 +296,9 @@ def _token_files(request: Request) -> dict[str, bytes]:
 
 
 def _numbered(request: Request) -> dict[str, Any]:
-    """Return the fields that may have ids of special tokens: those of config.json, overridden by
-    generation_config.json.
+    """Return the fields of config.json, updated with those of generation_config.json.
+
+    Some have ids of special tokens.
     """
     name = "generation_config.json"
     beside = (path.read_bytes() for path in request.companions if path.name == name)

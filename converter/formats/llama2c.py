@@ -1,11 +1,14 @@
 """Read llama2.c's .bin files of versions 0 (which run.c reads), 1 and 2 (int8 groups), and write versions 0 and 1.
 
-    version 0   seven int32, with a negative vocabulary size if the head is not tied; tensors and tables
-    version 1   "ak42", the version, seven int32, a byte that says whether the head is tied; 256 bytes in all; tensors
-    version 2   as 1, with the group size after that byte; norms in fp32, matrices as bytes and scales
+    version 0   a header of seven int32 (sizes; a negative vocabulary size means that the head is not tied); the
+                tensors, with two RoPE tables
+    version 1   a header of 256 bytes: "ak42", the version, seven int32, a byte that says whether the head is tied; the
+                tensors
+    version 2   as version 1, with the size of quantisation groups in the header; norms are stored in fp32, matrices as
+                int8 values and scales
 
-A file has neither names nor checksums. Only its size can show damage, so it must be exact. `architectures.llama2c`
-declares order, names and layouts.
+A file has neither tensor names nor checksums. Only its size can show damage, so the size must be exact.
+`architectures.llama2c` declares the order and the layouts of the tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +47,10 @@ _ROWS = 4096  # positions of the tables to check at a time
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """Return a file with the right first bytes, or the only one in a folder. Tokenizers (tok*.bin) do not count."""
+    """Return the path of a llama2.c file, recognised by its first bytes: the given file, or the only one in a folder.
+
+    Return None if there is none. Tokenizers (tok*.bin) are not models.
+    """
     inside = [path] if names is None else [path / x for x in names if x.endswith(".bin") and not x.startswith("tok")]
     try:
         matching = [file for file in inside if _looks_right(file)]
@@ -54,13 +60,13 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return (spec, origin, unknown fields) from the file's header. Raises InvalidInput."""
+    """Return the tree, its origin and an empty list, from the header of a file. Raises InvalidInput."""
     config = config_of(_Llama2cHeader(path).sizes)
     return LLAMA.spec(config), Origin(family="llama", config_text=json.dumps(config, indent=2) + "\n"), []
 
 
 def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every format's
-    """Open the file and read its header and rotary tables. Raises InvalidInput."""
+    """Open the file, and read its header and RoPE tables. Raises InvalidInput."""
     from ..weights import Stored, Weights
     from .llama2c_tokenizer import texts_beside
 
@@ -86,7 +92,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
 
 
 def plan(request: Request, version: int = 0) -> FolderPlan:
-    """Plan a file of version 0, which run.c reads, or 1, and a tokenizer.bin in the same folder."""
+    """Plan a file of version 0 or 1, and a tokenizer.bin in the same folder."""
     from ..block_file import FileBlock
     from ..dtypes import parse_dtype
     from ..write import FolderPlan, Output, Shard
@@ -125,11 +131,15 @@ def plan(request: Request, version: int = 0) -> FolderPlan:
 
 
 VERSION_1 = SimpleNamespace(finds=None, describe=None, read=None, plan=partial(plan, version=1))
-"""Version 1 as a format to write."""
+"""The format for writing files of version 1."""
 
 
 def _places(sizes: Sizes, version: int, start: int, group: int = 1) -> Iterator[tuple[str, Shape, int, int]]:
-    """Yield (name, shape, first byte, number of bytes with the scales of its groups) of every tensor."""
+    """Yield the name, the shape, the offset in bytes and the size in bytes of every tensor, in the order of the file.
+
+    The size includes the scales of quantised values. `start` is the size of the header, `group` that of a quantisation
+    group.
+    """
     for template, shape, count in sizes.stacked(version):
         nbytes = _nbytes(template, shape, version, group)
         for layer in range(count):
@@ -143,7 +153,10 @@ def _nbytes(template: str, shape: Shape, version: int, group: int) -> int:
 
 
 class _Llama2cHeader:
-    """The header of a file: version, sizes, and the number of values per scale. The file must have the right size."""
+    """The header of a file: version, sizes, and the number of values per scale (`group`).
+
+    Raises CheckpointError if the file does not have exactly the size that follows from its header.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.version, self.group = path, 0, 1
@@ -202,14 +215,17 @@ def _legacy(head: bytes) -> Sizes:
 
 
 def _dequantised(data: np.ndarray, group: int) -> np.ndarray:
-    """Dequantise signed bytes, which are followed by the scales of their groups."""
+    """Dequantise int8 values to fp32, [groups, `group`]. In `data` they are followed by one fp32 scale per group."""
     count = len(data) // (group + 4) * group
     values: np.ndarray = data[:count].view("i1").reshape(-1, group) * data[count:].view("<f4")[:, None]
     return values
 
 
 def _table(name: str, sizes: Sizes) -> bytes:
-    """Return a rotary table with the same bits as llama2.c's export.py, which needs torch."""
+    """Return the bytes of a RoPE table, "freqs_cos" or "freqs_sin", with the same bits as llama2.c's export.py.
+
+    The same bits are only possible with torch.
+    """
     import torch
 
     half = torch.arange(0, sizes.head_dim, 2).float() / sizes.head_dim
@@ -219,7 +235,10 @@ def _table(name: str, sizes: Sizes) -> bytes:
 
 
 def _check_tables(path: Path, weights: Weights, sizes: Sizes) -> None:
-    """Raise CheckpointError unless the rotary tables follow from the sizes, up to fp32's rounding of an angle."""
+    """Raise CheckpointError unless the file's RoPE tables have the values that follow from the head dimension.
+
+    The tolerance allows for rounding the angles to fp32.
+    """
     import numpy as np
 
     frequencies = BASE ** -(np.arange(0, sizes.head_dim, 2) / sizes.head_dim)

@@ -1,8 +1,9 @@
 """Convert between llama2.c's tokenizer.bin and the tokenizer files of Hugging Face.
 
-The file has the length of the longest token, then the score, length and text of every token, with a space instead of
-SentencePiece's mark. llama2.c merges by score, as SentencePiece's BPE does. The ids 1 and 2 for <s> and </s>, ids from
-3 for the bytes, and a space before every text are fixed in its code. Source: llama2.c, tokenizer.py and run.c.
+tokenizer.bin has the length of the longest token, followed by the score, the length and the text of every token. Spaces
+in tokens are written as spaces, not as SentencePiece's "▁". llama2.c merges by score, as SentencePiece's BPE does. Its
+code has fixed ids: 1 for <s>, 2 for </s>, and 3 to 258 for the bytes. It puts a space before every text. Source:
+llama2.c, tokenizer.py and run.c.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special
 
 
 def texts_beside(path: Path, sizes: Sizes) -> tuple[Mapping[str, bytes], list[str]]:
-    """Return tokenizer files and notes for a model, from tok512.bin, tokenizer.bin or Hugging Face's files in its
-    folder.
+    """Return Hugging Face tokenizer files for a llama2.c model, by name, and notes for the user.
+
+    They are made from a tokenizer file of llama2.c in the model's folder (tok512.bin or tokenizer.bin) with the right
+    number of tokens. Otherwise Hugging Face's files in the folder are returned.
     """
     folder = path.parent
     names = [f"tok{sizes.vocab_size}.bin", TOKENIZER, *sorted(entry.name for entry in folder.glob("tok*.bin"))]
@@ -74,7 +77,7 @@ def _pieces(path: Path, count: int) -> list[tuple[str, float]] | None:
 
 
 def _as_header(path: Path, pieces: list[tuple[str, float]]) -> GgufHeader:
-    """Return the tokens as a GGUF header, because gptkit can convert its tokenizer to Hugging Face's files."""
+    """Return a GGUF header with these tokens, because gptkit can convert it to Hugging Face's tokenizer files."""
     tokens = [text.replace(" ", SPACE) for text, _ in pieces]
     types = [NORMAL] * len(tokens)
     for index, text, kind in ((0, "<unk>", UNKNOWN), (_BOS, "<s>", CONTROL), (_EOS, "</s>", CONTROL)):
@@ -101,7 +104,10 @@ def _as_header(path: Path, pieces: list[tuple[str, float]]) -> GgufHeader:
 
 
 def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[str]]:
-    """Return tokenizer.bin for a checkpoint, and notes; None if llama2.c would tokenize differently."""
+    """Return the content of tokenizer.bin for a checkpoint, and notes for the user.
+
+    The content is None if llama2.c cannot use the tokenizer, or if there is none.
+    """
     files = {path.name: path.read_bytes() for path in request.companions if path.name in _FILES}
     files |= {name: request.source.texts[name] for name in request.source.texts if name in _FILES}
     if "tokenizer.model" in files:
@@ -125,7 +131,7 @@ def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[st
 
 
 def _unlike(metadata: Mapping[str, Any], sizes: Sizes) -> str | None:
-    """Return what llama2.c would do differently with a tokenizer, given as GGUF metadata, or None."""
+    """Return why llama2.c cannot use a tokenizer, which is given as GGUF metadata, or None if it can."""
     if metadata[PREFIX + "model"] != "llama":
         return "llama2.c supports only SentencePiece's BPE"
     if (metadata.get(PREFIX + "bos_token_id"), metadata.get(PREFIX + "eos_token_id")) != (_BOS, _EOS):

@@ -1,8 +1,9 @@
-"""Tokenize a text as llama.cpp does with the metadata of a GGUF file, to count differences from the original.
+"""Tokenize texts as llama.cpp does with a GGUF file, to count differences from the original tokenizer.
 
-A text is cut at special tokens first. "gpt2" then splits by the regular expressions that belong to the name in
-`tokenizer.ggml.pre` and merges bytes; "llama" merges characters by the score of the result; "t5" normalizes and takes
-the most likely pieces. Nothing here runs when a GGUF is read. Source: llama.cpp, src/llama-vocab.cpp
+A text is first cut at special tokens. The rest depends on the kind of tokenizer. "gpt2" splits the text by the regular
+expressions that belong to the name in `tokenizer.ggml.pre`, and then merges bytes. "llama" merges characters, always
+the pair whose result has the highest score. "t5" normalizes the text and takes the most likely pieces. This module is
+not used for reading a GGUF. Source: llama.cpp, src/llama-vocab.cpp
 (llm_tokenizer_bpe, llm_tokenizer_spm, llm_tokenizer_ugm) and src/unicode.cpp (unicode_regex_split).
 """
 
@@ -62,13 +63,16 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     "deepseek-coder": (r"[\r\n]", rf"\s?[{_L}]+", rf"\s?[{_P}]+", "[一-龥ࠀ-一가-퟿]+", _ONE),
     "deepseek-v3": (_THREE, "[一-龥぀-ゟ゠-ヿ]+", _PUNCTUATED),
 }
-"""The expressions of every name in `tokenizer.ggml.pre`. Each splits the parts that the one before gives."""
+"""A name in `tokenizer.ggml.pre` -> its regular expressions.
+
+Every expression splits the parts that the last one left.
+"""
 
 
 def _collapsed(text: str) -> str:
-    """Return a text with every character outside of ASCII replaced by one that stands for its Unicode category.
+    """Replace every character outside of ASCII by a character that stands for its Unicode category.
 
-    llama.cpp matches its regular expressions on this text.
+    llama.cpp matches its regular expressions against this text.
     """
     return "".join(
         letter
@@ -81,10 +85,7 @@ def _collapsed(text: str) -> str:
 
 
 def split(text: str, name: str) -> list[str]:
-    """Split a text as llama.cpp does before it merges bytes, and return the pieces in order.
-
-    `name` is the value of `tokenizer.ggml.pre`.
-    """
+    """Split a text into words as llama.cpp does before byte-level BPE. `name` is the value of `tokenizer.ggml.pre`."""
     seen, cuts = _collapsed(text), [0, len(text)]
     blanks = "".join(_BLANK if ord(letter) > 127 and letter.isspace() else letter for letter in text)
     for expression in SPLITS[name]:
@@ -99,7 +100,7 @@ def split(text: str, name: str) -> list[str]:
 
 
 def _visible_bytes() -> dict[int, str]:
-    """Return GPT-2's printable character for every byte."""
+    """Return, for every byte, the printable character with which GPT-2's tokenizer replaces it."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in plain]
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + at) for at, byte in enumerate(rest)}
@@ -109,7 +110,7 @@ _BYTES = _visible_bytes()
 
 
 class LlamaCpp:
-    """The tokenizer that llama.cpp makes of the metadata of a GGUF file. It adds no special tokens around a text."""
+    """The tokenizer that llama.cpp makes from the metadata of a GGUF file."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
@@ -123,7 +124,7 @@ class LlamaCpp:
         return self._metadata.get(PREFIX + key, otherwise)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens before and after it."""
+        """Return the token ids of a text, without adding special tokens before and after it."""
         how: Callable[[str, bool], Iterable[int]] = {
             "gpt2": self._merged,
             "llama": self._scored,
@@ -140,8 +141,9 @@ class LlamaCpp:
         return ids
 
     def _cut(self, text: str) -> list[str | int]:
-        """Split a text at special tokens, the longest first. Return the texts between them, and the tokens' ids, in
-        order.
+        """Split a text at its special tokens. Return the parts in order: texts as they are, special tokens as ids.
+
+        If special tokens overlap, the longest one is used.
         """
         parts: list[str | int] = [text]
         for token in self._special:
@@ -196,7 +198,7 @@ class LlamaCpp:
         return self.joined((prefix + text).replace(" ", SPACE))
 
     def joined(self, text: str) -> Iterator[int]:
-        """Yield the ids of a text whose spaces are marked, by merging characters."""
+        """Yield the token ids of a text by merging characters ("llama"). The text has "▁" instead of spaces."""
         symbols = [*text]
 
         def rank(left: str, right: str) -> float | None:
@@ -222,7 +224,7 @@ class LlamaCpp:
             last = index
 
     def pieces(self, given: str) -> list[tuple[str, int]]:
-        """Return the most likely segmentation of a normalized text: (piece, id)."""
+        """Return the most likely segmentation of a normalized text ("t5"), as pairs of a piece and its id."""
         best: list[tuple[float, int, int]] = [(0.0, 0, self._unknown)] + [(-math.inf, 0, self._unknown)] * len(given)
         for start in range(len(given)):
             single = False
@@ -258,7 +260,11 @@ class LlamaCpp:
         return min(normal, default=0.0) - 10.0
 
     def normalized(self, text: str) -> str:
-        """Return the text that "t5" tokenizes: characters are replaced, and spaces are marked, added and merged."""
+        """Return a text after the normalization of "t5".
+
+        Characters are replaced, and spaces become "▁". The metadata say whether repeated spaces are merged, and whether
+        a space is added before the text.
+        """
         merged, result, within = self._get("remove_extra_whitespaces", False), "", False
         prefixed = not self._get("add_space_prefix", True)
         for letter in mapped(text, self._get("precompiled_charsmap", b"")):
@@ -272,7 +278,10 @@ class LlamaCpp:
 
 
 def mapped(text: str, blob: bytes) -> str:
-    """Apply SentencePiece's map of characters: replace the longest known prefix, and continue after it."""
+    """Replace characters of a text by SentencePiece's map of characters, the bytes `blob` (precompiled_charsmap).
+
+    From left to right, the longest string that the map knows is replaced.
+    """
     if not blob:
         return text
     size = struct.unpack_from("<I", blob)[0]
@@ -301,11 +310,15 @@ def mapped(text: str, blob: bytes) -> str:
 def sentencepiece(
     metadata: Mapping[str, Any], charsmap: bytes, merged: bool, by_bytes: bool
 ) -> Callable[[str], list[int]]:
-    """Return a function that encodes text as SentencePiece itself does, for the model that this metadata describes.
+    """Return a function that encodes text as the SentencePiece library does. llama.cpp differs from it in some texts.
 
-    `charsmap` is the normalizer's map of characters, `merged` says whether the normalizer merges spaces, and `by_bytes`
-    whether characters without a piece become bytes. Source: sentencepiece, src/normalizer.cc, src/bpe_model.cc and
-    src/unigram_model.cc.
+    Source: sentencepiece, src/normalizer.cc, src/bpe_model.cc and src/unigram_model.cc.
+
+    Args:
+        metadata: the tokenizer as GGUF metadata.
+        charsmap: the normalizer's map of characters (precompiled_charsmap).
+        merged: whether the normalizer merges repeated spaces.
+        by_bytes: whether characters without a piece are encoded as byte tokens.
     """
     model, unknown = LlamaCpp(metadata), metadata.get(PREFIX + "unknown_token_id", 0)
     prefix = SPACE if metadata.get(PREFIX + "add_space_prefix", True) else ""
@@ -332,7 +345,10 @@ def _base(node: int) -> int:
 
 
 def merge(symbols: list[str], rank: Callable[[str, str], float | None]) -> None:
-    """Join neighbours in place while any pair has a rank: lowest rank first, and the leftmost of equal ranks."""
+    """Do the merges of BPE in place: join the neighbours whose pair has the lowest rank, until no pair has a rank.
+
+    `rank` returns the rank of a pair, or None. Of pairs with equal ranks, the leftmost is joined first.
+    """
     while True:
         ranks = [(r, at) for at, pair in enumerate(pairwise(symbols)) if (r := rank(*pair)) is not None]
         if not ranks:
@@ -361,12 +377,15 @@ _SAMPLES = (
 
 
 def hard_texts() -> list[str]:
-    """Return a few hundred texts on which tokenizers differ: scripts, marks, digits, spaces, code and pairs of them."""
+    """Return a few hundred test texts on which tokenizers often differ: scripts, digits, spaces, code and so on."""
     pairs = (f"{left}{between}{right}" for between in ("", " ", "\n") for left, right in pairwise(_SAMPLES))
     return list(dict.fromkeys([*_SAMPLES, *(f" {text}" for text in _SAMPLES), *pairs]))
 
 
 def differing(metadata: Mapping[str, Any], encode: Callable[[str], Sequence[int]]) -> tuple[list[str], int]:
-    """Return the hard texts to which llama.cpp gives other ids than `encode` does, and how many were tried."""
+    """Compare llama.cpp with the tokenizer `encode`.
+
+    Return the test texts with different ids, and the number of test texts.
+    """
     theirs, texts = LlamaCpp(metadata), hard_texts()
     return [text for text in texts if theirs.encode(text) != list(encode(text))], len(texts)

@@ -1,10 +1,12 @@
 """Read Megatron-LM's checkpoints.
 
-These are folders mp_rank_TT or mp_rank_TT_PPP, one per rank of tensor and pipeline parallelism, or a folder of
-torch.distributed.checkpoint (torch_dist) with common.pt in it. The file of a rank has the training arguments. Every
-pipeline stage numbers its layers from 0, and the layers of the stages follow one another. The parts of the ranks of a
-stage are concatenated; for SwiGLU, gate and up are concatenated separately, because every rank has a part of both. A
-tensor that is not split must be equal in all ranks.
+Such a checkpoint has folders mp_rank_TT or mp_rank_TT_PPP, one for every rank of tensor (TT) and pipeline (PPP)
+parallelism. Or it is a folder of torch.distributed.checkpoint (torch_dist) that contains common.pt.
+
+The file of a rank has the training arguments. Every pipeline stage numbers its layers from 0, and gptkit renumbers the
+layers of later stages. The tensor-parallel parts of a tensor are concatenated. For SwiGLU, the parts of gate_proj and
+up_proj are concatenated separately, because every rank has a part of both in one tensor. A tensor that is not split
+must be equal in all ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d{1,5})\.")
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files of all ranks in a folder; empty if there are none. The folder may be that of a single rank."""
+    """Return the files of all ranks in a folder, or an empty list. The folder may also be that of one rank."""
     places = [folder, *sorted(folder.iterdir())] if folder.is_dir() else []
     ranks = [place for place in places if _RANK.fullmatch(place.name)]
     ranks = ranks[:1] if ranks[:1] == [folder] else ranks
@@ -51,7 +53,10 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def step_in(folder: Path) -> Path | None:
-    """Return the folder of a run's latest step, or None if the folder is no training run. Raises CheckpointError."""
+    """Return the folder of a training run's latest step, or None if `folder` is not a training run.
+
+    Raises CheckpointError if that folder does not exist.
+    """
     pointer = folder / LATEST
     if not pointer.is_file():
         return None
@@ -65,12 +70,18 @@ def step_in(folder: Path) -> Path | None:
 
 
 def opened(folder: Path, files: Sequence[Path], contents: Sequence[Any], beside: ModelSpec | None) -> Opened:
-    """Return the model in the files of all ranks. `contents` are the contents of `files`.
+    """Join the files of all ranks to one model.
 
-    `beside` is the tree of a config.json in the folder, which must describe the same model; None without one.
+    Args:
+        folder: the folder of the checkpoint, for messages.
+        files: the files of all ranks.
+        contents: the content of every file.
+        beside: the tree that config.json in the folder describes, which must be that of the checkpoint. None if there
+            is no config.json.
 
     Raises:
-        CheckpointError: ranks are missing or do not match each other. ConfigError: as `config_of`.
+        CheckpointError: ranks are missing or do not match each other. ConfigError: gptkit does not support the training
+            arguments.
     """
     arguments = _arguments(files[0], contents[0])
     stages = _stages(folder, files, contents, arguments)
@@ -99,9 +110,12 @@ def opened(folder: Path, files: Sequence[Path], contents: Sequence[Any], beside:
 
 
 def distributed(folder: Path, stored: Mapping[str, Chunked], beside: ModelSpec | None) -> Opened:
-    """Return the model in a folder of torch_dist. Raises as `opened`.
+    """Return the model in a checkpoint of Megatron-LM's format torch_dist. Raises the errors of `opened`.
 
-    `stored` are the tensors by the names of torch.distributed.checkpoint. Some of them stack all layers.
+    Args:
+        folder: the folder of the checkpoint.
+        stored: the tensors that `.metadata` lists, by name. A tensor may contain the weights of all layers.
+        beside: the tree that config.json in the folder describes, or None.
     """
     from ..pickles import unpickled
     from .dcp_read import located
@@ -124,7 +138,7 @@ def distributed(folder: Path, stored: Mapping[str, Chunked], beside: ModelSpec |
 
 
 def _unstacked(folder: Path, name: str, tensor: Chunked) -> Iterator[tuple[str, Chunked]]:
-    """Yield the name and tensor of every layer in a tensor that stacks all layers."""
+    """Yield a name and a tensor for every layer of a tensor that contains the weights of all layers."""
     from ..chunks import Chunk, Chunked, filling
 
     where, rest = f"{folder}: {shown(name, 80)}", name.removeprefix("decoder.layers.")
@@ -154,7 +168,7 @@ def _arguments(file: Path, content: Any) -> Mapping[str, Any]:
 def _worth(folder: Path, arguments: Mapping[str, Any], there: int) -> None:
     """Raise CheckpointError if the training arguments claim more layers than there are tensors.
 
-    This is checked before a tree with these layers is made. `there` is the number of tensors.
+    A false number of layers would make gptkit allocate much memory. `there` is the number of tensors.
     """
     layers = arguments.get("num_layers")
     if type(layers) is not int or layers > there:
@@ -209,7 +223,11 @@ def _bound(spec: ModelSpec) -> list[Any]:
 def _stages(
     folder: Path, files: Sequence[Path], contents: Sequence[Any], arguments: Mapping[str, Any]
 ) -> list[list[dict[str, Stored]]]:
-    """Return the tensors by stage in the order of layers, and by rank. Virtual stages follow after all other stages."""
+    """Return the tensors of every pipeline stage and, within a stage, of every tensor-parallel rank.
+
+    The stages are in the order of their layers. With virtual pipeline parallelism, every stage has several parts. The
+    second parts of all stages follow after the first parts of all stages.
+    """
     tensor, pipeline = arguments.get("tensor_model_parallel_size", 1), arguments.get("pipeline_model_parallel_size", 1)
     if not all(type(size) is int and 0 < size < 2**12 for size in (tensor, pipeline)):
         raise CheckpointError(
@@ -260,11 +278,14 @@ def _stages(
 
 
 _OWN = ("rank", "local_rank", "iteration", "curr_iteration", "data_parallel_random_init")
-"""Arguments that may differ between ranks."""
+"""Training arguments that may differ between ranks."""
 
 
 def _flat(folder: Path, state: Any) -> dict[str, Stored]:
-    """Return the tensors in a rank's state dict by the names of the leaves. Older checkpoints nest dictionaries."""
+    """Return the tensors in a rank's state dict, under the names of today's Megatron-LM.
+
+    Older checkpoints have nested dictionaries and other names.
+    """
     from ..weights import Stored
 
     tensors: dict[str, Stored] = {}
@@ -295,7 +316,10 @@ def _entries(state: Any, where: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 def _joined(
     folder: Path, files: Sequence[Path], tables: Sequence[dict[str, Stored]], gated: bool
 ) -> Iterator[tuple[str, Chunked]]:
-    """Yield the tensors of a stage, joined from its ranks."""
+    """Yield the names and tensors of a pipeline stage, joined from its tensor-parallel ranks.
+
+    `tables` has the tensors of every rank. `gated` says whether the feed-forward is SwiGLU.
+    """
     from ..chunks import Chunk, Chunked, filling
     from .ranks import same_in
 
@@ -325,7 +349,7 @@ def _joined(
 
 
 def _half(where: str, part: Stored, which: int) -> Stored:
-    """Return the rows of a rank's gate (`which` is 0) or up (1)."""
+    """Return the rows of gate_proj (`which` is 0) or of up_proj (1) in a rank's tensor that has both."""
     rows = part.shape[0] // 2
     if part.shape[0] % 2 or not part.contiguous:
         raise CheckpointError(f"{where} cannot be split into gate_proj and up_proj with the same number of rows", _HINT)

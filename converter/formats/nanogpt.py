@@ -1,8 +1,8 @@
 """Read and write nanoGPT's ckpt.pt: a dictionary of torch.save with the model's tensors and its class's arguments.
 
-It is a pickle, so gptkit reads it only with --allow-pickle, in a separate process (`pickles`). gptkit writes it without
-torch, as an archive (`torch_archive`) that torch.load can memory-map. The optimizer, the iteration and other training
-state are left out, and written as those of a new run.
+The file is a pickle, so gptkit reads it only with --allow-pickle, in a separate process (`pickles`). gptkit writes it
+without torch, as an archive (`torch_archive`) that torch.load can memory-map. Reading leaves out the optimizer, the
+iteration and other training state. A written file has the iteration of a new run and no optimizer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ if TYPE_CHECKING:
 _NAME = "ckpt.pt"
 _COMPILED = "_orig_mod."  # the prefix that torch.compile adds to names
 _NOTE = "gptkit"
-"""The entry with the GELU of a checkpoint that gptkit wrote, if it is not that of today's model.py."""
+"""The key under which gptkit notes the kind of GELU, if it is not the one in today's model.py of nanoGPT."""
 
 
 finds = describe = read = None  # `trained` reads pickles, and recognises this format by their content
 
 
 def opened(file: Path, content: Any) -> Opened:
-    """Open a ckpt.pt with this content. Raises CheckpointError unless it is nanoGPT's."""
+    """Return the model in a ckpt.pt, whose `content` was already read.
+
+    Raises CheckpointError unless it is nanoGPT's.
+    """
     from ..pickles import not_as_it_is
 
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
@@ -69,7 +72,10 @@ def opened(file: Path, content: Any) -> Opened:
 
 
 def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
-    """Return the tensors by the names in model.py, without buffers and the copy of a tied head; and notes."""
+    """Return the tensors of a state dict by their names in nanoGPT's model.py, and notes for the user.
+
+    Buffers and the copy of the tied head are left out.
+    """
     from ..pickles import named_tensors
     from ..safetensors import DTYPES
     from ..weights import Weights
@@ -99,7 +105,7 @@ def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
 
 
 def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[dict[str, int], bool]:
-    """Return the sizes of the model, and whether it has biases.
+    """Return the sizes in `model_args`, and whether the model has biases.
 
     Checkpoints of nanoGPT's first versions do not say whether they have biases, and always have them.
     """
@@ -119,7 +125,10 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[
 
 
 def plan(request: Request, activation: Activation = "gelu") -> FolderPlan:
-    """Plan a checkpoint for today's model.py of nanoGPT, or for one with another GELU."""
+    """Plan a ckpt.pt for nanoGPT's model.py.
+
+    `activation` is the GELU of that model.py: "gelu" (exact) today, "gelu_new" (tanh) in older versions.
+    """
     from ..dtypes import widest
     from ..safetensors import DTYPES
     from ..write import FolderPlan, Output, Shard
@@ -141,13 +150,13 @@ def plan(request: Request, activation: Activation = "gelu") -> FolderPlan:
 
 
 TANH = SimpleNamespace(finds=None, describe=None, read=None, plan=partial(plan, activation="gelu_new"))
-"""The format for older versions of model.py, with GPT-2's GELU instead of torch.nn.GELU."""
+"""The format for older versions of nanoGPT's model.py, with the tanh GELU of GPT-2 instead of torch.nn.GELU."""
 
 
 def _program(arguments: Mapping[str, Any], tensors: list[tuple[BoundLeaf, str]], activation: Activation) -> bytes:
-    """Return the pickle that train.py saves before the first step, without the optimizer.
+    """Return the pickle of a ckpt.pt: what nanoGPT's train.py saves before the first step, without the optimizer.
 
-    The head is stored as the same tensor as the embedding.
+    The head and the embedding refer to the same data.
     """
     state = {
         leaf.checkpoint: pickled_tensor(str(index), dtype, leaf.shape) for index, (leaf, dtype) in enumerate(tensors)

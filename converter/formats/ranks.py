@@ -1,9 +1,9 @@
 """Join the files of several ranks, each of which saved a part of one model.
 
-Some files say how a tensor is split: DTensors (FSDP 2, tensor parallelism), and ZeRO-3's flat partitions, which
-DeepSpeed's zero_to_fp32.py joins. Otherwise the shapes decide (Meta's column- and row-parallel layers): a tensor is
-split along the one dimension in which the sizes of the parts add up to the size in the tree. A tensor that is whole in
-all files must be equal in all.
+Some files state how a tensor is split: those with DTensors (FSDP 2, tensor parallelism), and those with the flat
+partitions of DeepSpeed's ZeRO-3. In other files, such as Meta's, the shapes show how a tensor is split: along the one
+dimension in which the sizes of the parts add up to the size that the model needs. A tensor that is complete in all
+files must be equal in all of them.
 
 Source of ZeRO-3: DeepSpeed 0.19.8, utils/zero_to_fp32.py.
 """
@@ -28,7 +28,7 @@ _Tensors = Mapping[str, Any]
 
 
 def tables(content: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Yield every nested dictionary with tensors in a file's content: the keys that lead to it, and its tensors."""
+    """Yield every dictionary with tensors in a file's content: the keys that lead to it, and its tensors by name."""
     if not isinstance(content, dict) or len(where) > _DEPTH:
         return
     entries = {key: value for key, value in content.items() if isinstance(key, str)}
@@ -42,9 +42,12 @@ def tables(content: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 def joined(
     files: Sequence[Path], parts: Sequence[_Tensors], shapes: Mapping[str, tuple[int, ...] | None]
 ) -> dict[str, Chunked]:
-    """Return the tensors of the files by name, joined from all ranks. Raises CheckpointError.
+    """Return the tensors by name, joined from the files of all ranks. Raises CheckpointError if they do not fit.
 
-    `parts` are the tensors of every file, and `shapes` those of the tree (None if unknown).
+    Args:
+        files: the files.
+        parts: the tensors of every file by name.
+        shapes: the shape that the model needs for every tensor, by name; None if it is unknown.
     """
     holders: dict[str, list[int]] = {}
     for index, table in enumerate(parts):
@@ -72,7 +75,7 @@ def joined(
 
 
 def _all_ranks(files: Sequence[Path]) -> None:
-    """Raise CheckpointError if the numbers in the file names have a gap, or if the names say that there are more."""
+    """Raise CheckpointError if files of ranks are missing, according to the numbers in the names of the files."""
     numbers = [[int(number) for number in re.findall(r"\d{1,18}", file.name)] for file in files]
     columns = list(zip(*numbers, strict=False)) if len({len(number) for number in numbers}) == 1 else []
     differing = [column for column in columns if len(set(column)) > 1]
@@ -99,7 +102,7 @@ def _all_ranks(files: Sequence[Path]) -> None:
 
 
 def _placed(name: str, values: Mapping[Path, Any]) -> Chunked:
-    """Join a tensor whose parts say how it is split over the ranks (DTensor)."""
+    """Join a tensor whose parts state how it is split over the ranks (DTensor). `values` has the part in every file."""
     where = f"{next(iter(values)).parent}: {shown(name, 80)}"
     first = next(iter(values.values()))
     if not all(isinstance(part, PickledShard) for part in values.values()):
@@ -138,9 +141,9 @@ def _placed(name: str, values: Mapping[Path, Any]) -> Chunked:
 
 
 def _by_shapes(name: str, values: Mapping[Path, Any], shape: tuple[int, ...] | None) -> Chunked:
-    """Join a tensor from parts that do not say how it is split. `shape` is its shape in the tree.
+    """Join a tensor whose parts do not state how it is split over the ranks. Every rank may also have all of it.
 
-    Every rank may also have the whole tensor.
+    `values` has the part in every file. `shape` is the shape that the model needs, or None if it is unknown.
     """
     (one, first), *others = values.items()
     shapes = [list(part.shape) for part in values.values() if isinstance(part, Stored)]
@@ -168,7 +171,7 @@ def _by_shapes(name: str, values: Mapping[Path, Any], shape: tuple[int, ...] | N
 
 
 def same_in(name: str, one: Path, first: Stored, other: Path, second: Stored) -> None:
-    """Raise CheckpointError unless a tensor has the same bytes in both files."""
+    """Raise CheckpointError unless a tensor has the same bytes in two files, `one` and `other`."""
     both = Weights({"a": first, "b": second})
     both.check()
     if not both.same("a", "b"):
@@ -179,10 +182,17 @@ def same_in(name: str, one: Path, first: Stored, other: Path, second: Stored) ->
 
 
 def partitioned(files: Sequence[Path], contents: Sequence[Any], parts: Sequence[dict[str, Any]]) -> dict[str, Chunked]:
-    """Remove from `parts` the tensors that ZeRO-3 stores in flat pieces, one per rank, and return them joined.
+    """Join the tensors that ZeRO-3 stores as one flat piece per rank.
+
+    Return them by name, and remove them from `parts`.
+
+    Args:
+        files: the files of all ranks.
+        contents: the content of every file.
+        parts: the tensors of every file by name.
 
     Raises:
-        CheckpointError: files of a rank are missing, or do not fit the others.
+        CheckpointError: files of ranks are missing or do not match each other.
     """
     first = contents[0]
     shapes = {} if not isinstance(first, dict) else _listed(first.get("param_shapes"))
@@ -227,7 +237,7 @@ def partitioned(files: Sequence[Path], contents: Sequence[Any], parts: Sequence[
 
 
 def _listed(given: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter in DeepSpeed's list of parameter groups."""
+    """Return the shape of every parameter, by name, from DeepSpeed's list of parameter groups (`param_shapes`)."""
     shapes = {}
     for group in given if isinstance(given, list) else ():
         for name, shape in group.items() if isinstance(group, dict) else ():
@@ -237,9 +247,9 @@ def _listed(given: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _groups(file: Path, content: Any, ranks: int) -> list[Stored]:
-    """Return the flat tensors in a rank's file, which contain its pieces of all parameters one after the other.
+    """Return the flat tensors in the file of a rank. They contain its pieces of all parameters, one after the other.
 
-    `ranks` is the number of files.
+    `ranks` is the number of ranks.
     """
     state = content.get("optimizer_state_dict") if isinstance(content, dict) else None
     flat = state.get("fp32_flat_groups") if isinstance(state, dict) else None
@@ -258,7 +268,7 @@ def _groups(file: Path, content: Any, ranks: int) -> list[Stored]:
 
 
 def _cut(group: Sequence[Stored], start: int, width: int) -> list[Stored]:
-    """Return the parts that have elements `start` to `start + width` of the concatenation of flat tensors."""
+    """Return elements `start` to `start + width` of the concatenation of flat tensors, as a list of parts of them."""
     pieces, at = [], 0
     for tensor in group:
         begin, end = max(start - at, 0), min(start + width - at, tensor.count)
@@ -269,7 +279,10 @@ def _cut(group: Sequence[Stored], start: int, width: int) -> list[Stored]:
 
 
 def _flat(where: str, shape: tuple[int, ...], ranks: Sequence[Sequence[Stored]]) -> Chunked:
-    """Return a tensor of this shape that concatenates the ranks' flat pieces; the last piece may be padded."""
+    """Concatenate the flat pieces of all ranks to a tensor of this shape.
+
+    Padding after the last element is left out.
+    """
     count, at, chunks = math.prod(shape), 0, []
     for piece in (part for rank in ranks for part in rank):
         size = min(piece.count, count - at)

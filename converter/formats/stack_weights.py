@@ -1,4 +1,4 @@
-"""Read checkpoints that have the tensor names of another training program (`architectures.stacks`)."""
+"""Read checkpoints that have the tensor names of another training program, a *stack* (`architectures.stacks`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ ONE = "Keep only the config that belongs to these weights in the folder."
 
 
 def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
-    """Return a tree's leaves under a program's tensor names. Raises CheckpointError if it cannot have such a tree."""
+    """Return the tensors that a model needs, under the names of a training program.
+
+    Raises CheckpointError if the program does not support such a model.
+    """
     assert stack is not None
     try:
         return bind(stack.name, stack.leaves, spec)
@@ -30,7 +33,7 @@ def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
 
 
 def without_buffers(weights: Weights, stack: Stack, notes: list[str]) -> tuple[Weights, bool]:
-    """Return the weights without buffers and without the copy of a tied head, and whether the head is tied."""
+    """Remove buffers and the copy of a tied head from the weights. Return the weights, and whether the head is tied."""
     info = weights.info
     dropped = [name for name in info if name.endswith(stack.dropped)] if stack.dropped else []
     tied = stack.head not in info

@@ -1,15 +1,17 @@
-"""Lay out the files of torch.save before any tensor is read: a zip with uncompressed members.
+"""Plan the bytes of the files that torch.save writes, before any tensor is read.
 
-    data.pkl   a pickle of plain data, in which a tensor is a call of torch's with its storage, shape and strides
-    …          the format's version, the byte order
-    data/0     a tensor's bytes, aligned to 64 bytes, followed by their crc32; data/1, …
-    directory  with every member's crc32
+Such a file is a zip archive with uncompressed members:
 
-Everything except the tensors' bytes and their crc32 is known in advance. So tensors can be written in any order, as in
-other formats, between the bytes before and after them (`write.Output.around`). torch.save itself, and with it
-torch.distributed.checkpoint, writes tensors from memory in order, and does not know the sizes in advance.
-tests/converter/test_dcp.py compares the bytes, and test_interrupted.py continues interrupted runs. Source: PKZIP's
-APPNOTE 6.3.10, 4.3; torch/serialization.py, `_save`.
+    data.pkl          a pickle of plain data, in which a tensor is a call of torch with its storage, shape and strides
+    version, …        the version of the format, the byte order
+    data/0, data/1, … the bytes of one tensor, aligned to 64 bytes, followed by their crc32
+    zip directory     the place and crc32 of every member
+
+Everything except the tensors' bytes and their crc32 is known in advance. So gptkit can write tensors in any order, as
+in other formats. `write.Output.around` has the bytes before and after a tensor. torch.save itself does not know the
+sizes in advance: it writes tensors from memory, one after the other. tests/converter/test_dcp.py compares the bytes,
+and test_interrupted.py continues interrupted runs. Source: PKZIP's APPNOTE 6.3.10, 4.3; torch/serialization.py,
+`_save`.
 """
 
 import math
@@ -24,24 +26,24 @@ from typing import Any
 ALIGNMENT = 64
 _STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
 _UTF8, _CRC_AFTER = 0x800, 0x8
-"""Flags of a member: its name is UTF-8; its crc32 is after its bytes and in the directory, not in its header."""
+"""Flags of a zip member: its name is UTF-8; its crc32 follows its bytes, instead of being in its header."""
 _ELSEWHERE = 0xFFFFFFFF
-"""Replaces a size or offset of _LIMIT or more, which is stored in eight bytes elsewhere (zip64)."""
+"""The value of a four-byte size or offset that is too large for four bytes. The zip64 fields then have the number."""
 _LIMIT = _ELSEWHERE
 
 
 @dataclass(frozen=True)
 class _Member:
-    """A file of the archive, whose header begins at byte `start`. `crc` is None for a tensor."""
+    """A file inside the zip archive."""
 
     name: str
-    start: int
-    nbytes: int
-    crc: int | None
+    start: int  # the offset of its header in the archive, in bytes
+    nbytes: int  # the size of its content
+    crc: int | None  # the crc32 of its content; None for a tensor, which is not yet read
 
     @property
     def head(self) -> bytes:
-        """The header, padded so that the content begins at a multiple of ALIGNMENT."""
+        """The zip header of the member. It is padded, so that the content begins at a multiple of ALIGNMENT bytes."""
         wide = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.nbytes >= _LIMIT else b""
         padding = -(self.start + 30 + len(self.name) + len(wide) + 4) % ALIGNMENT
         extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
@@ -49,7 +51,7 @@ class _Member:
         return struct.pack("<4sHHHHHIIIHH", b"PK\3\4", *numbers) + self.name.encode() + extra
 
     def tail(self, crc: int) -> bytes:
-        """Return the bytes after a tensor with this crc32."""
+        """Return the bytes that follow a tensor in the archive. `crc` is the crc32 of the tensor."""
         return struct.pack("<4sIQQ" if self.nbytes >= _LIMIT else "<4sIII", b"PK\7\10", crc, self.nbytes, self.nbytes)
 
     @property
@@ -77,12 +79,12 @@ class _Member:
 class _Archive:
     """The layout of a zip archive that torch.save would write.
 
-    `head` and `tail` are the bytes before and after the tensor in an archive that has only one.
+    `head` and `tail` are for an archive of one tensor: all bytes before and after the tensor.
     """
 
-    header: bytes  # everything before the tensors
+    header: bytes  # all bytes before the first tensor's zip header
     members: tuple[_Member, ...]  # the small files
-    tensors: tuple[_Member, ...]
+    tensors: tuple[_Member, ...]  # the members data/0, data/1, …
 
     @property
     def size(self) -> int:
@@ -114,12 +116,18 @@ class _Archive:
 
 
 def _short(value: int) -> int:
-    """Return a number for a field of four bytes: itself, or the mark that it is in the zip64 fields."""
+    """Return the value of a four-byte size or offset: the number, or `_ELSEWHERE` if it is too large."""
     return value if value < _LIMIT else _ELSEWHERE
 
 
 def archive_of(prefix: str, files: Mapping[str, bytes], tensors: Sequence[int]) -> _Archive:
-    """Return the archive of small files and of storages with these sizes in bytes, in the folder `prefix`."""
+    """Return the layout of an archive with small files and tensors.
+
+    Args:
+        prefix: the folder of all members inside the archive.
+        files: the content of the small files by name.
+        tensors: the size of every tensor in bytes.
+    """
     header, members, storages = b"", [], []
     for name, data in files.items():
         members.append(_Member(f"{prefix}/{name}", len(header), len(data), zlib.crc32(data)))
@@ -132,12 +140,12 @@ def archive_of(prefix: str, files: Mapping[str, bytes], tensors: Sequence[int]) 
 
 
 def program(value: Any) -> bytes:
-    """Return a pickle of protocol 2, as torch.save writes."""
+    """Return a pickle of a value, in protocol 2 as torch.save uses. For bytes in it see `_pickled`."""
     return b"\x80\x02" + _pickled(value) + b"."
 
 
 def _pickled(value: Any) -> bytes:
-    """Return the opcodes of a value, without a memo. Bytes are already opcodes."""
+    """Return the pickle opcodes that make a value. Bytes inside it are taken as opcodes, such as those of a tensor."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, dict):
@@ -151,7 +159,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def pickled_tensor(key: str, dtype: str, shape: Sequence[int]) -> bytes:
-    """Return the opcodes that make a contiguous tensor of the whole storage `key`. `dtype` is a float type."""
+    """Return the pickle opcodes that make a contiguous tensor. Its data is the member data/KEY of the archive."""
     strides = [*accumulate((max(size, 1) for size in reversed(shape[1:])), lambda x, y: x * y, initial=1)][::-1]
     kind = b"ctorch\n" + _STORAGES[dtype].encode() + b"\n"
     storage = _pickled(("storage", kind, key, "cpu", math.prod(shape))) + b"Q"

@@ -1,10 +1,13 @@
 """Read checkpoints of training programs: pickles of torch.save, whole or one file per rank, and .npz archives.
 
-Their content decides what they are. gptkit looks for a dictionary of tensors, at any depth (Lightning's state_dict,
-DeepSpeed's module). The names may have a prefix of a wrapper (torch.compile, DDP, FSDP, Lightning, peft). They are
-those of the family in config.json, or those of another program (`architectures.stacks`). The confined process reads
-pickles, and only if the user allows them; a config in the folder gives the tree without them. `ranks` joins the files
-of ranks. If a file contains two models, gptkit reads neither and names both.
+gptkit recognises them by their content. It looks for a dictionary of tensors, at any depth, such as Lightning's
+`state_dict` or DeepSpeed's `module`. The tensor names are those of the model family in config.json, or those of another
+training program (`architectures.stacks`). They may have the prefix of a wrapper (torch.compile, DDP, FSDP, Lightning,
+peft).
+
+Pickles are only read if the user allows them, in a confined process. The tree of components comes from a config file in
+the folder, so no pickle is needed for it. `ranks` joins the files of several ranks. If a file contains two models,
+gptkit raises an error that names both.
 """
 
 from __future__ import annotations
@@ -44,21 +47,21 @@ from .stack_weights import ONE, leaves_of, without_buffers
 plan = None
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".npz")
 _PLAIN = (".npz", ".safetensors")
-"""The suffixes of files without a pickle."""
+"""The suffixes of weight files that contain no pickle."""
 _HUGGING_FACE = {SINGLE, INDEX, PICKLE_SINGLE, PICKLE_INDEX, LOCAL_CONFIG}
 _BEGINNINGS = (b"PK\3\4", b"\x80", POINTER)
-"""The first bytes of an archive of torch.save, of a bare pickle, and of a git-lfs pointer instead of a file."""
+"""The first bytes of an archive of torch.save, of a pickle, and of a git-lfs pointer that stands for such a file."""
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
-"""Parts of names that wrappers insert and no family has."""
+"""The parts that wrappers such as torch.compile insert into tensor names."""
 _STEPS = ("global_steps", "global_step", "iteration", "iter_num", "step", "epoch")
 _NANOGPT, _LATEST = "ckpt.pt", "latest"
 _CONSOLIDATED = "consolidated.safetensors"
-"""Mistral's name for the weights that belong to params.json."""
+"""The name of the weight file in Mistral's own format, whose config is params.json."""
 _MAX_CONFIG = 2**15  # bytes of a config
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """Return a file or folder of this format, unless it is a Hugging Face checkpoint."""
+    """Return the path if it is a checkpoint of a training program and not a Hugging Face checkpoint, else None."""
     if names is None:
         return path if path.name not in _HUGGING_FACE and _looks_right(path) else None
     if names & _HUGGING_FACE or any(name.endswith(".safetensors") for name in names - {_CONSOLIDATED}):
@@ -70,9 +73,9 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 
 def _looks_right(path: Path) -> bool:
-    """Return whether a file may have weights, by its suffix.
+    """Return whether the suffix of a file is one of weight files.
 
-    A .bin file may be anything, so it must also begin as a file of torch.save does.
+    A .bin file may be anything, so its first bytes must also be those of a file of torch.save.
     """
     if not path.name.endswith(".bin"):
         return path.name.endswith(_SUFFIXES)
@@ -82,7 +85,7 @@ def _looks_right(path: Path) -> bool:
 
 
 def _weights_among(folder: Path, names: frozenset[str]) -> list[str]:
-    """Return the names of the files with weights in a folder."""
+    """Return those names of files in a folder that are weight files."""
     for name in (_NANOGPT, _CONSOLIDATED):
         if name in names:
             return [name]
@@ -92,10 +95,10 @@ def _weights_among(folder: Path, names: frozenset[str]) -> list[str]:
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return the tree of a config in the folder.
+    """Return the tree, its origin and unknown fields, from a config file in the folder of the weights.
 
     Raises:
-        UntrustedInput: there is no config, and the file is a pickle. InvalidInput: the config cannot be read.
+        UntrustedInput: there is no config file, and the weights are a pickle. InvalidInput: the config cannot be read.
     """
     folder, files = _files(path)
     refuse_pointer(files[0])
@@ -108,9 +111,9 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
 
 
 def _files(path: Path) -> tuple[Path, list[Path]]:
-    """Return the folder that has the weight files, and these files.
+    """Return the folder of the weight files, and these files.
 
-    It may be inside `path`: the folder of a run's latest step.
+    If `path` is the folder of a training run, the folder of its latest step is used.
     """
     from . import megatron
 
@@ -152,14 +155,16 @@ def _tree(
     tied: bool | None = None,
     inside: Mapping[str, Any] | None = None,
 ) -> tuple[ModelSpec, Origin, list[str]] | None:
-    """Return the tree of the config in the folder, or None if there is no config that describes the model.
+    """Return the tree, its origin and unknown fields, from a config file in the folder of the weights.
+
+    Return None if there is no config file, or if it does not say enough.
 
     Args:
         folder: the folder of the weights.
-        stack: the training program that wrote the weights; None considers the configs of all programs.
+        stack: the training program whose config is used; None uses that of any program.
         rows: the number of rows of the embedding, for programs whose config does not state it.
         tied: whether the head is tied to the embedding, for programs whose config does not state it.
-        inside: a config that is stored in the weight file and takes precedence over files.
+        inside: a config that is stored in the weight file. It has precedence over config files.
     """
     if inside is not None and stack is not None:
         return _with_head(*_described(stack.config(inside, rows)), bool(tied))
@@ -185,22 +190,22 @@ def _tree(
 
 
 def _theirs(folder: Path) -> tuple[ModelSpec, Origin, list[str]] | None:
-    """Return the tree of a Hugging Face config.json in one of the `_places`, or None."""
+    """Return the tree, its origin and unknown fields, from a Hugging Face config.json. Return None if there is none."""
     file = next((place / CONFIG for place in _places(folder) if (place / CONFIG).is_file()), None)
     return None if file is None else read_description(file, file.parent, folder=True)
 
 
 def _places(folder: Path) -> tuple[Path, ...]:
-    """Return the folders that may have config.json and the tokenizer.
+    """Return the folders in which config.json and the tokenizer may be, for weights in `folder`.
 
-    They are the folder of the weights, its subfolder `huggingface` (verl), and its parent if that has DeepSpeed's
-    `latest`.
+    These are the folder itself, its subfolder `huggingface` (as in verl), and its parent if it is the folder of a
+    DeepSpeed run.
     """
     return (folder, folder / "huggingface", *((folder.parent,) if (folder.parent / _LATEST).is_file() else ()))
 
 
 def _home(folder: Path) -> Path | None:
-    """Return the folder of the tokenizer's files, or None."""
+    """Return the folder with the tokenizer's files, for weights in `folder`, or None if there are none."""
     from ..tokenizer import token_files
 
     return next((place for place in _places(folder) if place.is_dir() and token_files(place)), None)
@@ -214,14 +219,14 @@ def _described(config: dict[str, Any]) -> tuple[ModelSpec, Origin, list[str]]:
 
 
 def _with_head(spec: ModelSpec, origin: Origin, unknown: list[str], tied: bool) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return a description (tree, origin, unknown fields) with its head tied to the embedding, or separate."""
+    """Return a tree, its origin and unknown fields, after tying the head to the embedding or untying it (`tied`)."""
     if spec.tied == tied or origin.config is None:
         return spec, origin, unknown
     return _described({**origin.config, "tie_word_embeddings": tied})
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """Read a config in JSON or YAML."""
+    """Return the fields of a config file in JSON or YAML."""
     from ..safetensors import parse_json_object
 
     text = _text(path)
@@ -242,14 +247,14 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 class _TrainedModel(NamedTuple):
-    """A model in the files of a training program."""
+    """Where a model is in the files of a training program."""
 
     where: tuple[str, ...]
-    """The keys of nested dictionaries that lead to its tensors."""
+    """The keys of nested dictionaries that lead to the model's tensors."""
     prefix: str
-    """The prefix of its tensor names."""
+    """The prefix that all names of the model's tensors have."""
     stack: Stack | None
-    """The program whose names they are; None for the names of the family."""
+    """The training program whose tensor names these are; None if they are those of the model family."""
 
     def label(self) -> str:
         keys = "".join(f"[{shown(key, 40)}]" for key in self.where)
@@ -258,7 +263,7 @@ class _TrainedModel(NamedTuple):
 
 
 def read(path: Path, allow_pickle: bool) -> Opened:
-    """Open the files. Raises InvalidInput; UntrustedInput for a pickle that is not allowed."""
+    """Open a checkpoint of a training program. Raises InvalidInput; UntrustedInput for a pickle that is not allowed."""
     from ..chunks import chunked
     from ..pickles import not_as_it_is
     from . import dcp, megatron, nanogpt, ranks
@@ -315,7 +320,10 @@ def read(path: Path, allow_pickle: bool) -> Opened:
 
 
 def _contents(files: Sequence[Path], allow_pickle: bool) -> list[Any]:
-    """Return the contents of files, with tensors as `Stored`. Raises InvalidInput; UntrustedInput for a pickle."""
+    """Return the content of every file. Tensors in it are `Stored`: their places in the file.
+
+    Raises InvalidInput; UntrustedInput for a pickle that is not allowed.
+    """
     from ..index import single
     from ..pickles import arrays, unpickled
     from ..safetensors import read_header
@@ -343,9 +351,10 @@ def _no_config(file: Path, config: str) -> InvalidInput:
 
 
 def _rows(tables: Sequence[Mapping[str, Any]], embedding: str) -> int | None:
-    """Return the number of rows of an embedding that the ranks do not split by rows, for configs that do not state it.
+    """Return the number of rows of the embedding, for programs whose config does not state the vocabulary size.
 
-    Return None if the files have different numbers of rows.
+    Return None if the files of the ranks have different numbers of rows, because the embedding is then split by rows.
+    `tables` has the tensors of every file, and `embedding` is the name of the embedding.
     """
     rows = {table[embedding].shape[:1] for table in tables if embedding in table}
     return next(iter(rows))[0] if len(rows) == 1 and () not in rows else None
@@ -357,10 +366,15 @@ def _only(
     described: tuple[ModelSpec, Origin, list[str]] | None,
     family: Architecture | None,
 ) -> _TrainedModel | None:
-    """Return the only model in the files, or None if there is none. Raises CheckpointError if there are several.
+    """Find the model in the files. Return None if there is none; raise CheckpointError if there are several.
 
-    A model is recognised by the name of its embedding. `described` and `family` are those of a config.json next to the
-    files, or None.
+    A model is recognised by the name of its embedding.
+
+    Args:
+        files: the files, for messages.
+        tables: the tensors of every file, by the keys of nested dictionaries that lead to them.
+        described: the tree, origin and unknown fields from config.json, or None without one.
+        family: the family in config.json, or None.
     """
     signs: list[tuple[str, Stack | None]] = [(stack.sign, stack) for stack in STACKS]
     if described is not None and family is not None:
@@ -387,7 +401,7 @@ def _only(
 
 
 def _named(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the tensors with a prefix, by their names without it and without the parts that wrappers insert."""
+    """Return the tensors whose names have the prefix, under names without the prefix and the parts of wrappers."""
     tensors: dict[str, Any] = {}
     for name, tensor in table.items():
         plain = _WRAPPED.sub("", name)
@@ -402,7 +416,7 @@ def _named(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _same_step(files: Sequence[Path], contents: Sequence[Any]) -> None:
-    """Raise CheckpointError if the files state different training steps."""
+    """Raise CheckpointError if the files are from different training steps, according to their contents."""
     for key in _STEPS:
         stated = {content[key]: file for file, content in zip(files, contents, strict=True) if _says(content, key)}
         if len(stated) > 1:
@@ -418,7 +432,7 @@ def _says(content: Any, key: str) -> bool:
 
 
 def _notes(model: _TrainedModel, tables: Sequence[Mapping[tuple[str, ...], Any]], contents: Sequence[Any]) -> list[str]:
-    """Return notes on a prefix, and on entries that are not part of the model."""
+    """Return notes for the user: on a prefix of the tensor names, and on entries that are not part of the model."""
     notes = []
     if model.prefix:
         notes.append(f"the tensor names have the prefix {shown(model.prefix)}, which gptkit ignores")
