@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 class Shown:
-    """A value that a notebook shows as the table that the command prints.
+    """Base class of results that a notebook shows as the table that the command prints.
 
     This module may not import `report.notebook`, which draws tables. So the package sets `_repr_html_` when it is
     imported.
@@ -19,7 +19,7 @@ class Shown:
 
 
 class Record:
-    """A dataclass with a JSON form.
+    """Base class of dataclasses with a JSON form.
 
     `JSON` lists the names of the JSON values in order, as "name" or "name=attribute". A name with dots creates nested
     objects, and an attribute with dots is looked up in nested records. If `JSON` is empty, all fields are included.

@@ -1,8 +1,8 @@
-"""The four tests of a family's definition, for gptkit's own families and for those of plugins.
+"""The four tests of the definition of a model family, for gptkit's own families and for those of plugins.
 
 1. `fields_are_accounted_for`: every field of the reference's config is read, refused, or irrelevant with a reason;
 2. `elements_land_once`: every element of a checkpoint is used exactly once, and converting back restores it;
-3. `names_and_shapes_agree`: the tree, gptkit's modules and the reference have the same names and shapes;
+3. `names_and_shapes_agree`: the component tree, gptkit's modules and the reference have the same names and shapes;
 4. `logits_agree`: with random parameters, the logits equal the reference's to the last bit.
 
 They raise AssertionError if the definition is wrong. A reference is a torch module whose parameters have the names of
@@ -42,9 +42,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def fields_are_accounted_for(family: Architecture, configs: Iterable[Config], fields: Iterable[str]) -> None:
-    """Assert that every config field of the reference is read for some config, or else declared.
+    """Assert that the definition of a family reads or declares every field of the reference's config.
 
     A field is declared if the family lists it as irrelevant or refused. No field may be both read and declared.
+
+    Args:
+        family: the definition.
+        configs: examples of config.json. A field is read if the family reads it for one of them.
+        fields: the names of the fields.
     """
     read: set[str] = set()
     for config in configs:
@@ -90,7 +95,7 @@ def elements_land_once(family: Architecture, config: Config) -> None:
 
 
 def names_and_shapes_agree(family: Architecture, config: Config, theirs: Shapes) -> None:
-    """Assert that a config's tree and the reference have the same tensor names and shapes.
+    """Assert that the component tree of a config and the reference have the same tensor names and shapes.
 
     gptkit's modules must have the names and shapes of the tree's parameters. `theirs` has the shapes in the reference's
     checkpoint by name, which may include a tied head.
@@ -105,7 +110,7 @@ def names_and_shapes_agree(family: Architecture, config: Config, theirs: Shapes)
 
 
 def stored(family: Architecture, spec: ModelSpec, theirs: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the reference's tensors that belong to the tree.
+    """Return the shapes of the reference's tensors that gptkit's model has too, by name.
 
     This leaves out tied tensors, and tensors that gptkit only copies between checkpoints.
     """
@@ -116,7 +121,14 @@ def stored(family: Architecture, spec: ModelSpec, theirs: Shapes) -> dict[str, t
 
 
 def probes(length: int, batch: int, paddings: tuple[str, ...], vocabulary: int) -> Iterator[Probe]:
-    """Yield a batch of `length` tokens, without and with padding. Later rows have more padding."""
+    """Yield test inputs: a batch of random token ids without padding, and one for each side of padding.
+
+    Args:
+        length: the number of tokens of a sequence.
+        batch: the number of sequences. Later ones have more padding.
+        paddings: the sides, "left" and "right".
+        vocabulary: the vocabulary size.
+    """
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
     yield Probe(f"T={length} B={batch}", ids)
@@ -162,7 +174,7 @@ def decoder_of(
 
 
 def largest_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return max |Δ|, or NaN if `ours` has one. All values of `theirs` must be finite."""
+    """Return the largest absolute difference, or NaN if `ours` has one. All values of `theirs` must be finite."""
     assert theirs.dtype in (ours.dtype, torch.float32)  # Mamba returns fp32 logits
     assert ours.shape == theirs.shape
     assert bool(theirs.isfinite().all())

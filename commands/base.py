@@ -460,7 +460,10 @@ def root(
 def reshaped(
     models: Sequence[ModelCount], swaps: Sequence[str] | None, recipe: str | None, opening: Mapping[str, Any]
 ) -> Iterator[tuple[ModelCount, Reshaped, str]]:
-    """Yield every model, the result of --swap and --recipe, and the family that can express this ("" for none)."""
+    """Apply --swap and --recipe to the architecture of every model, without weights.
+
+    Yield the model, the result, and the model family whose config.json can describe the result ("" for none).
+    """
     from ..architectures import expressed
     from ..surgery.shapes import steps_from, swapped
 

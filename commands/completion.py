@@ -29,7 +29,10 @@ def complete_model(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _paths(incomplete: str) -> Iterator[tuple[str, str]]:
-    """Yield folders and model files whose path begins with the text. Hidden ones match only if the text has the dot."""
+    """Yield folders and model files whose path begins with the text, with a description.
+
+    Hidden files match only if the text has the dot too.
+    """
     folder, _, begun = incomplete.rpartition("/")
     shown = f"{folder}/" if "/" in incomplete else ""
     try:

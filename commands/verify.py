@@ -102,7 +102,10 @@ def verify(
             )
 
     def measured_text(source: Checkpoint) -> tuple[int, ...] | None:
-        """Return the tokens to measure on: the end of the file of --text, or for samples of the bundled play."""
+        """Return the token ids to measure perplexity on: the end of the file of --text.
+
+        For gptkit's samples, the default is the end of the bundled text. Without a text, return None.
+        """
         from ..surgery.fits.calibration import read_text
 
         if text is None and not (source.origin.reference or "").startswith("sample:"):

@@ -99,7 +99,10 @@ def _side_by_side(terminal: Terminal, names: Sequence[str], shown: Sequence[_Com
 
 
 def _one_below_the_other(terminal: Terminal, names: Sequence[str], shown: Sequence[_ComparedLine]) -> RenderResult:
-    """Yield the rows as a list for a narrow terminal: every row is followed by its values and the models with them."""
+    """Yield the comparison as a list, for a narrow terminal.
+
+    Every row of the table becomes a heading. Below it are its different values, each with the models that have it.
+    """
     for index, line in enumerate(shown):
         if line.cost and not shown[index - 1].cost:
             yield ""

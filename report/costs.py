@@ -64,7 +64,13 @@ def cost_sheets(counts: Sequence[ModelCount], asked: Scenario, compared: bool = 
 
 
 def _context_notes(models: Sequence[_Costed], asked: Scenario, compared: bool) -> list[str]:
-    """Return notes that say why this context was chosen, and for which models it is too long."""
+    """Return notes that say why this context length was chosen, and which models do not support it.
+
+    Args:
+        models: the compared models.
+        asked: the options of the command.
+        compared: whether there are two models, of which the second is the first one after a swap.
+    """
     notes, context = [], models[0][2].context if models else 0
     chosen = asked.context is None and (asked.flops or asked.memory or asked.spread)
     if chosen and any(stated_context(spec) != context for _, spec, _ in models):
@@ -94,7 +100,7 @@ def _sheet(
 
     Args:
         title: its title.
-        columns: the heading of every column, its figures by label, and the function that formats them.
+        columns: the heading of every column, its figures by row label, and the function that formats them.
         compared: add the difference between the two columns.
         notes: sentences below the table.
         empty: the text of a cell if the column has no figure for the row.
@@ -256,7 +262,9 @@ def _memory(models: Sequence[_Costed], asked: Scenario, compared: bool) -> list[
 
 
 def _cells(figures: CostFigures) -> dict[str, dict[str, int]]:
-    """Return a model's figures by kind, such as "prefill", and by label. Kinds without figures are omitted."""
+    """Return a model's costs by kind of cost ("prefill") and then by row of the table. Kinds without figures are
+    omitted.
+    """
     cells: dict[str, dict[str, int]] = {}
     token, prefill, step = figures.token, figures.prefill, figures.training
     if token is not None:

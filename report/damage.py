@@ -196,7 +196,9 @@ def _layer_table(layers: Sequence[LayerDamage]) -> Table:
 
 
 def _places_figure(places: Sequence[Place]) -> Figure:
-    """Draw how much the output of every component changes if its layer gets the original model's hidden states."""
+    """Draw how much the output of every component differs if its layer gets the same input (the original's) in both
+    models.
+    """
     cells, first = [], next((index for index, place in enumerate(places) if place.differs), None)
     for place in places:
         kind = "more than rounding explains" if place.differs else "within rounding" if place.relative else "equal"

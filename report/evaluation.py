@@ -135,7 +135,7 @@ def _curve_chart(terminal: Terminal, curves: Sequence[Curve], context: int) -> R
     room = terminal.width - max(map(len, ["position", *names, *beyond])) - 2
 
     def figures(words: Callable[[Estimate], str]) -> tuple[list[list[str]], int]:
-        """Return the figures to print for every range of positions, and the number of columns left for the chart."""
+        """Return the figures by range of positions as text, and the width in characters that is left for the chart."""
         cells = [[words(nats[place]) if place in nats else "" for nats in by_place] for place in places]
         return cells, room - sum(max(len(row[n]) for row in cells) + 2 for n in range(len(curves)))
 

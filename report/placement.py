@@ -1,9 +1,10 @@
-"""The layout of a diagram of a model's operations: the places of the nodes, and the lines between them.
+"""The layout of a diagram of a model's operations: the positions of the boxes, and the lines between them.
 
-Drawings in the terminal and pictures share this layout. Its unit is a character or a pixel. A *path* is the list of
-nodes (operations) from the tokens to the logits. The diagram is drawn from top to bottom:
+Drawings in the terminal and pictures share this layout. Lengths are in characters or in pixels. The diagram is drawn
+from top to bottom, from the tokens to the logits. Every operation is a *node*:
 
-- The *trunk* is the residual stream: the nodes on it are found from the last node back along residual edges.
+- The *trunk* is the residual stream, a vertical line on the left. Its nodes are found from the last node back along
+  residual edges.
 - A *stage* is all nodes that lead from one node of the trunk to a later one, such as the operations of an attention.
 - A stage is divided into *lanes*, which are columns. If a result has several readers, every reader begins a lane. A
   node spans the lanes of all its readers, and a node with several inputs spans their lanes. Lanes are in the order of
@@ -28,7 +29,7 @@ _Span = tuple[int, int]  # the first and the last lane
 
 @dataclass(frozen=True)
 class Metrics:
-    """The sizes of the parts of a drawing, in its unit (characters or pixels)."""
+    """The sizes of the parts of a diagram, in characters or pixels."""
 
     measure: Callable[[Node, int, int], Size]
     """A function that returns the lines of text, the width and the height of a node's box. Its arguments are the node,
@@ -79,7 +80,7 @@ class Box(Area):
 
 @dataclass(frozen=True)
 class _Frame(Area):
-    """A border around the nodes of a mixture's experts, which are drawn once for all experts."""
+    """A frame around the operations of a mixture's experts, which are drawn once for all experts."""
 
     nodes: tuple[str, ...]
     copies: int  # the number of experts
@@ -87,14 +88,17 @@ class _Frame(Area):
 
 @dataclass(frozen=True)
 class Wire(Edge):
-    """The line that draws an edge. It begins below its source, and ends above its target or at the target's side."""
+    """The line between two operations (an edge of the graph), with its corners.
+
+    It begins below its source, and ends above its target or at the target's side.
+    """
 
     points: tuple[_Point, ...]  # its corners
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The complete layout of a drawing."""
+    """The complete layout of a diagram: the coordinates of all boxes, lines and frames."""
 
     boxes: tuple[Box, ...]  # in the order of computation
     wires: tuple[Wire, ...]
@@ -107,14 +111,14 @@ class Placement:
 
 
 def place(nodes: Sequence[Node], metrics: Metrics, limit: int, rooms: Sequence[int]) -> Placement:
-    """Return the layout for the nodes of a path.
+    """Return the layout of a diagram.
 
     Args:
-        nodes: the nodes in an order of computation. All of them lead to the last one.
+        nodes: the operations in an order of computation, with one layer of the model. All of them lead to the last one.
         metrics: the sizes of the parts of the drawing.
         limit: the width that the drawing should not exceed.
-        rooms: possible widths of a line of text, the widest first. A stage uses the first width with which it fits
-            into the limit, or else the last width.
+        rooms: possible widths of a line of text, the widest first. A group of operations (such as an attention) uses
+            the first width with which it fits into the limit, or else the last width.
     """
     graph = _Lanes(nodes)
     sizes = {name: metrics.measure(graph.nodes[name], 0, max(rooms)) for name in graph.trunk}
@@ -150,7 +154,7 @@ def folded(line: str, room: int) -> list[str]:
 
 
 def boxed(node: Node) -> bool:
-    """Return whether a node is drawn with a border, because it uses weights, its own or tied ones."""
+    """Return whether an operation is drawn with a border: whether it uses weights, its own or tied ones."""
     return bool(node.weights) or node.tied is not None
 
 
@@ -160,7 +164,7 @@ def experts_words(copies: int) -> str:
 
 
 def _ways(node: Node) -> list[str]:
-    """Return the inputs from which an ordinary line is drawn: all but the router's choice of experts."""
+    """Return the inputs of an operation that are drawn as ordinary lines: all but the router's choice of experts."""
     return [source for source in node.inputs if source != node.choice]
 
 
@@ -169,9 +173,10 @@ _ELEMENTWISE = ("activation", "product", "cap", "shift", "scale")
 
 
 class _Lanes:
-    """The positions of a path's nodes relative to each other: the trunk, and the stage, rank and lanes of other nodes.
+    """The relative positions of a diagram's operations (nodes), before their coordinates are known.
 
-    The terms are explained in the module's docstring.
+    It says which nodes are on the residual stream (the trunk), and gives the row (rank) and the columns (lanes) of the
+    others. A stage is the group of nodes between two nodes of the trunk, such as an attention, and has its own lanes.
     """
 
     nodes: dict[str, Node]  # by name, in the order of computation
@@ -208,7 +213,7 @@ class _Lanes:
                 self._join(name, sources)
 
     def _trunk(self, last: Node) -> list[str]:
-        """Return the names of the nodes on the trunk, found from the last node back along residual edges."""
+        """Return the names of the nodes on the residual stream, found from the last node back along residual edges."""
         trunk, node = [last.id], last
         while node.inputs:
             node = self.nodes[node.residual or node.inputs[0]]
@@ -216,7 +221,10 @@ class _Lanes:
         return trunk[::-1]
 
     def _stages(self, nodes: Sequence[Node]) -> dict[str, str]:
-        """Return the stage of every node that is not on the trunk."""
+        """Return the group (stage) of every node outside of the residual stream.
+
+        A group is named by the node on the residual stream to which its nodes lead.
+        """
         at, stage = {name: index for index, name in enumerate(self.trunk)}, dict[str, str]()
         for node in reversed(nodes):
             for source in node.inputs:
@@ -236,7 +244,10 @@ class _Lanes:
         return stage
 
     def _open(self, name: str) -> _Span:
-        """Add a lane for every branch that begins at a node. Return the first and last lane, which the node spans."""
+        """Add a column (lane) for every branch that begins at a node, and return the first and last of them.
+
+        The node itself spans these columns.
+        """
         parts = [self._open(fork) for fork in self._forks[name]]
         if not parts:
             lane = self.lanes[self.stage[name]]
@@ -246,7 +257,10 @@ class _Lanes:
         return self.spans[name]
 
     def _join(self, name: str, sources: Sequence[str]) -> None:
-        """Give a node with several inputs the lanes of these inputs, and divide them among the branches after it."""
+        """Give a node with several inputs the columns of these inputs, and divide them among the branches that follow.
+
+        `sources` are the names of the inputs.
+        """
         first, last = self.hull(sources)
         stage, width = self.stage[name], self._width(name)
         missing = width - (last - first + 1)
@@ -259,7 +273,7 @@ class _Lanes:
             self.spans[name] = first, last
 
     def _width(self, name: str) -> int:
-        """Return the number of lanes that a node needs for the branches that begin at it."""
+        """Return the number of columns that a node needs for the branches that begin at it."""
         return sum(map(self._width, self._forks[name])) or 1
 
     def _spread(self, name: str, first: int, last: int) -> None:
@@ -272,14 +286,14 @@ class _Lanes:
             first = end + 1
 
     def hull(self, names: Sequence[str]) -> _Span:
-        """Return the first and the last lane that these nodes of one stage span together."""
+        """Return the first and the last column that these nodes span together. They belong to one group (stage)."""
         spans = [self.spans[name] for name in names]
         return min(first for first, _ in spans), max(last for _, last in spans)
 
     def expert(self, name: str) -> Node:
-        """Return the node of the expert's linear to which a node belongs.
+        """Return the linear layer whose output a node processes by element-wise operations, or the node itself.
 
-        This is the node itself, or for an element-wise operation the linear before it.
+        The result shows whether the node belongs to the experts of a mixture.
         """
         node = self.nodes[name]
         while not node.weights and _ways(node) and node.op in _ELEMENTWISE:
@@ -288,9 +302,12 @@ class _Lanes:
 
 
 class _Arrangement:
-    """The coordinates of boxes whose sizes are known, for some of the stages.
+    """Computes the coordinates of a diagram, given the relative positions of its operations and the sizes of their
+    boxes.
 
-    `columns` has the left and right edges of the lanes by stage, and `inside` the nodes in the experts' frame by stage.
+    Attributes:
+        columns: the left and right edges of the columns (lanes), by group of operations (stage). inside: the names of
+      the operations in the frame around experts, by group. width: the width of the drawing.
     """
 
     def __init__(self, graph: _Lanes, metrics: Metrics, sizes: Mapping[str, Size], stages: Sequence[str]) -> None:
@@ -320,9 +337,9 @@ class _Arrangement:
                 x += gap + width
 
     def _widths(self, stage: str, gaps: Sequence[int]) -> list[int]:
-        """Return the widths of a stage's lanes, in which every box fits into the lanes that it spans.
+        """Return the widths of a group's columns. They are wide enough for every box in the columns that it spans.
 
-        `gaps` are the widths of the gaps before, between and after the lanes.
+        `gaps` are the widths of the gaps before, between and after the columns.
         """
         graph, metrics, inside = self.graph, self.metrics, self.inside.get(stage)
         lanes = [0] * graph.lanes[stage]
@@ -339,9 +356,9 @@ class _Arrangement:
         return lanes
 
     def _trunk_left(self, name: str) -> int:
-        """Return the left edge of a node on the trunk.
+        """Return the left edge of an operation on the residual stream.
 
-        A box with a border extends over the trunk's line, and text without a border starts at it.
+        A box with a border extends over the line of the residual stream, and text without a border starts at it.
         """
         node = self.graph.nodes[name]
         if node.op == "add":
@@ -349,11 +366,11 @@ class _Arrangement:
         return self.metrics.trunk if boxed(node) else self.metrics.stream
 
     def _port(self, name: str) -> int:
-        """Return the x at which lines enter and leave a node.
+        """Return the x at which lines enter and leave the box of an operation.
 
-        On the trunk, it is the x of the trunk. Otherwise, it is the middle of the node's lanes. If the number of lanes
-        is odd, the middle of the middle lane is preferred, because a line to that lane is then straight. It is used if
-        all nodes that span the same lanes fit around it.
+        On the residual stream, it is the x of its line. Otherwise, it is the middle of the columns that the box spans.
+        If their number is odd, the middle of the middle column is preferred, because a line to that column is then
+        straight. It is used if all boxes that span the same columns fit around it.
         """
         graph = self.graph
         if name in graph.trunk:
@@ -400,9 +417,10 @@ class _Arrangement:
         return Placement(tuple(boxes.values()), tuple(wires), tuple(frames), self.width, height)
 
     def _rows(self) -> tuple[dict[int, int], dict[tuple[int, str], int], int]:
-        """Return the y of every rank and of every track, and the height of the drawing.
+        """Return the y of every row (rank), the y of every horizontal line (track) between rows, and the drawing's
+        height.
 
-        A track is identified by the rank above it and the node whose lines use it.
+        The key of a track is the row above it, and the operation whose lines use it.
         """
         graph, metrics, framed = self.graph, self.metrics, self.ranks_framed
         heights: dict[int, int] = defaultdict(int)
@@ -421,9 +439,12 @@ class _Arrangement:
         return tops, tracks, y
 
     def _tracks(self, rank: int) -> dict[str, int]:
-        """Return the index of the track below a rank that the lines of a node use, by the node's name.
+        """Assign horizontal tracks to the lines between a row and the next one.
 
         Lines that do not overlap share a track.
+
+        Returns:
+            The index of the track, by the name of the operation whose lines use it.
         """
         reach: dict[str, list[int]] = defaultdict(list)
         for (source, target), (below, owner) in self.turns.items():

@@ -59,8 +59,8 @@ def recommendation_table(terminal: Terminal, advice: Recommendation) -> RenderRe
 def _costs_sheet(advice: Recommendation) -> Sheet:
     """Return a table of costs.
 
-    It has the baseline after the exchange of one component, for every recommended component. It also has the costs of
-    the baseline and of the recommended model.
+    Its first row is the baseline (GPT-2's design). Then there is one row per recommended component, with the change of
+    the costs if only this component is exchanged in the baseline. The last row is the recommended model.
     """
 
     def whole(label: str, costs: Any, ruled: bool) -> SheetRow:

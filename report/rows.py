@@ -59,7 +59,11 @@ def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -
 def _parts(
     model: ModelCount, by: By, dtype: str | None, weights: ParameterCount | None
 ) -> Iterator[tuple[CsvRow, int, int]]:
-    """Yield the rows of one model: first cells, number of parameters, and bytes (0 without a dtype)."""
+    """Yield the rows of one model, one per component, layer or tensor.
+
+    A row is a dictionary of cells that names the part, its number of parameters, and its size in bytes. Without a dtype
+    the size has no meaning.
+    """
     count = model.count if model.named is None else model.named.count
     sizes = weights or count
     if by == "tensor":
@@ -80,7 +84,7 @@ def _parts(
 
 
 def model_rows(counts: Sequence[ModelCount]) -> list[CsvRow]:
-    """Return one row per model, with the numbers of its JSON output.
+    """Return one row per model, with the same numbers as in the JSON output.
 
     A column's name is the path of the number in the JSON, such as kv_cache.8192.bytes.
     """
@@ -112,5 +116,8 @@ def _flat(data: dict[Any, Any], path: str = "") -> Iterator[tuple[str, str | int
 
 
 def _words(value: Any) -> str:
-    """Return an entry of a JSON list as text: a step of a swap as "attention=mqa", a note unchanged."""
+    """Return an entry of a list in the JSON output as text, for a cell.
+
+    A step of a swap becomes "attention=mqa". A note stays unchanged.
+    """
     return " ".join(f"{name}={setting}" for name, setting in value.items()) if isinstance(value, dict) else str(value)

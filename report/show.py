@@ -67,7 +67,10 @@ def named_drawing(terminal: Terminal, model: ModelCount) -> RenderResult:
 
 
 def kinds_differ(graph: Structure) -> list[tuple[Kind, str]]:
-    """Return (kind, words) for the first `_MOST_KINDS` kinds of layers. The words say in what the kinds differ."""
+    """Return the kinds of layers of a model, each with words that say how it differs from the others.
+
+    There are at most `_MOST_KINDS`.
+    """
     kinds = graph.kinds[:_MOST_KINDS]
     described = [describe(graph.spec, (kind.block,)) for kind in kinds]
     aspects = dict.fromkeys(aspect for words in described for aspect in words)

@@ -79,7 +79,7 @@ class Node(Record):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of layer: the layers of a model that are equal."""
+    """A kind of layer: layers of a model that have the same components and sizes."""
 
     layers: tuple[int, ...]  # their indices
     block: Block
@@ -88,7 +88,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Structure:
-    """The graph of a model: the nodes before its layers, its kinds of layers, and the nodes after its layers.
+    """The graph of a model's operations: those before the layers, those of every kind of layer, and those after the
+    layers.
 
     The kinds are in the order of their first layers. The input of the first layer is the last node of `before`. The
     input of the first node of `after` is the last node of the last layer.
@@ -162,10 +163,10 @@ def structure(spec: ModelSpec) -> Structure:
 
 
 def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
-    """Return the operations of a program as nodes. `positions` describes its RoPE in words.
+    """Return the operations of a program as nodes of the graph. `positions` describes its RoPE in words.
 
-    The operation that gathers the tokens of every expert is left out, because the line from the router shows it. It
-    only is a node if it also multiplies the tokens by their weights.
+    The operation that gathers the tokens of every expert is left out, because the line from the router to the experts
+    shows it. It is kept if it also multiplies the tokens by routing weights.
     """
     operations = {operation.id: operation for operation in program}
     gathered = {

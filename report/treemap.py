@@ -130,9 +130,9 @@ def _cells(
 
 
 def _together(layers: Sequence[_Layers], total: int) -> Iterator[Sequence[_Layers]]:
-    """Yield groups of layers. A group is drawn as one area, so that the area is large enough for a name.
+    """Divide the layers into groups. Each group is drawn as one area, which is large enough for a name.
 
-    The layers of a group are consecutive and equal.
+    The layers of a group are consecutive and equal. `total` is the model's number of parameters.
     """
     for _, group in groupby(layers, key=lambda layer: layer[2]):
         alike = list(group)
