@@ -42,14 +42,15 @@ from .train import CONTEXT, TextReader, folder_of, longest, require_trainable, s
 _RESULT = "ablation.json"
 _OWN = ("data", "held-out", "trees", "changed", "runs")  # the folders that an ablation writes next to its table
 _PREPARED = ".ablation-begun"
-"""The folder inside OUT in which a new ablation is prepared, before it replaces an old one."""
+"""The folder inside OUT in which the files of a new ablation are prepared, before they replace those of an old one."""
 _CHANGED = {
     "tree": "the architecture of the variant changed",
     "swaps": "the swaps of the variant changed",
     "data": "it was trained on other tokens",
     "held_out": "another share or text was held out",
 }
-"""The reasons why a run belongs to another plan, for the fields whose values would mean nothing to a reader."""
+"""For settings whose stored values are hashes or lists: what an error message says if the setting of a finished run
+differs from the plan. For other settings, the message quotes both values."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,14 @@ class RunResult(Record):
     loss: float
     """The loss on the held-out text, in nats per token."""
     kl: float | None
-    """The KL divergence from the base, in nats per token; None if the run did not heal."""
+    """The KL divergence from the base, in nats per token; None if the run trained from random weights."""
     seconds: float
-    """The training time."""
+    """The training time in seconds."""
     pace: float
     """Training tokens per second in the median step."""
     curve: list[dict[str, Any]]
-    """The evaluations during training, as JSON objects with `tokens` and `held_out`. The latter is the loss on the
-    held-out text, or for a run that heals the KL divergence."""
+    """The evaluations during training, as JSON objects. `tokens` is the number of training tokens until then.
+    `held_out` is the loss on the held-out text, or the KL divergence from the base in a run that heals."""
 
 
 @dataclass(frozen=True)
@@ -78,35 +79,35 @@ class Difference(Record):
     low: float | None
     """The lower end of the 95 % interval of the mean (Student's t); None with one seed."""
     high: float | None
-    """The upper end of the interval."""
+    """The upper end of the 95 % interval of the mean; None with one seed."""
     seeds: int
-    """The number of seeds for which both have a finished run."""
+    """The number of seeds for which both the variant and the base have a finished run."""
 
     @property
     def significant(self) -> bool:
-        """Whether the 95 % interval does not contain 0."""
+        """Whether the difference is significant: its 95 % interval does not contain 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
 @dataclass(frozen=True)
 class VariantResult(Record):
-    """The results of a variant, or of the base, at one budget."""
+    """The results of a variant, or of the base, at one training budget."""
 
     JSON = "name comment tokens flops costs loss spread pace difference runs"
 
     name: str
     comment: str
-    """The comment in the plan."""
+    """The comment on this variant in the plan."""
     tokens: int
     """Training tokens per run."""
     flops: int
     """FLOPs per run. For runs that heal, they include the teacher's forward passes."""
     costs: Costs
-    """The costs of the model at the context length of the training."""
+    """The size of the model, and the cost of one token at the context length of the training."""
     runs: tuple[RunResult, ...]
     """The finished runs."""
     difference: Difference | None = None
-    """The difference from the base; None for the base itself."""
+    """The difference between the losses of this variant and of the base; None for the base itself."""
 
     @property
     def loss(self) -> float | None:
@@ -115,7 +116,7 @@ class VariantResult(Record):
 
     @property
     def spread(self) -> float | None:
-        """The largest loss minus the smallest; None with fewer than two runs."""
+        """The largest loss of the runs minus the smallest; None with fewer than two runs."""
         losses = [run.loss for run in self.runs]
         return max(losses) - min(losses) if len(losses) > 1 else None
 
@@ -134,7 +135,7 @@ class Ablation(Record, Shown):
     name: str
     """The name of the plan."""
     description: str
-    """The description in the plan."""
+    """The description of the ablation in the plan."""
     how: str
     """Whether the runs "train" from random weights, or "heal" variants of the base."""
     seeds: int
@@ -216,7 +217,7 @@ def ablate(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of an ablation, read and checked before any file is written."""
+    """Everything that an ablation reads, checked before any file is written."""
 
     plan: Plan
     arms: list[Arm]  # the base and the variants, the base first
@@ -228,7 +229,7 @@ class _Inputs:
 
     @classmethod
     def of(cls, plan: Plan, data: str | Path | Sequence[str | Path], opening: dict[str, Any]) -> _Inputs:
-        """Return the inputs for a plan and the texts in `data`, or in the plan if there are none.
+        """Return the inputs for a plan. The training texts are `data`, or those in the plan if `data` is empty.
 
         Raises:
             UsageError, InvalidInput, SwapRefused, ConfigError, Offline: as in `ablate`.
@@ -258,10 +259,13 @@ class _Inputs:
     def prepared_in(
         self, folder: Path, tell: Callable[[str, int, TrainingStep], None], progress: ProgressCallback | None
     ) -> tuple[_Runs, dict[str, Path | str]]:
-        """Write the tokens and the models into a folder.
+        """Write the tokens of the texts and the models of all variants into a folder, before the first run.
 
-        Return the runs, and the model from which every arm (the base or a variant) starts, by name. After this, no
-        error is expected except from a run itself.
+        After this, only the runs themselves are expected to fail.
+
+        Returns:
+            An object that makes the runs; and for the base and every variant, by name, the model from which its runs
+            start.
         """
         held_out, length, vocabulary = self.plan.held_out, self.settings["context"], self.arms[0].spec.vocab_size
         windows = self.plan.windows(length)
@@ -285,7 +289,7 @@ class _Inputs:
 
 
 def _claim(target: Path, resume: bool, force: bool) -> bool:
-    """Return whether the folder `target` has an ablation that is to be continued.
+    """Return whether the folder `target` has an ablation to be continued, and remove interrupted preparations in it.
 
     Raises:
         UsageError: the folder has other files, or it has an ablation and neither `resume` nor `force` was given.
@@ -309,9 +313,9 @@ def _claim(target: Path, resume: bool, force: bool) -> bool:
 
 
 def _take_over(target: Path, prepared: Path) -> None:
-    """Replace the ablation in `target`, if there is one, by the files in `prepared`.
+    """Move the files of a new ablation from `prepared` to `target`. An older ablation in `target` is removed.
 
-    ablation.json is moved first, because it identifies the folder as that of an ablation.
+    ablation.json is moved first, because gptkit recognises the folder of an ablation by this file.
     """
     (prepared / _RESULT).replace(target / _RESULT)
     for name in _OWN:  # keep other files, such as a user's notes
@@ -334,7 +338,7 @@ def _tidy(target: Path) -> None:
 
 @dataclass(frozen=True)
 class _Runs:
-    """The runs of an ablation, in a folder that has the tokens."""
+    """An object that makes the runs of an ablation, in a folder that has the tokens of the texts."""
 
     plan: Plan
     folder: Path
@@ -346,12 +350,12 @@ class _Runs:
 
     @property
     def digest(self) -> str:
-        """The sha256 of the tokens."""
+        """The sha256 of the training tokens."""
         return str(self.data.digest)
 
     @property
     def held_out(self) -> float | str:
-        """The share that is held out, or the sha256 of the tokens of a separate held-out text."""
+        """The share of the tokens that is held out, or the sha256 of the tokens of a separate held-out text."""
         held_out: float | str = self.settings["held_out"]
         return str(open_tokens(Path(held_out)).digest) if isinstance(held_out, str) else held_out
 
@@ -359,9 +363,9 @@ class _Runs:
         return self.folder / "runs" / f"{variant.slug}-{seed}"
 
     def _about(self, variant: PlannedVariant, seed: int) -> dict[str, Any]:
-        """Return the JSON values that identify a run.
+        """Return the settings, seed and hashes that identify a run, as JSON values.
 
-        They are stored in its file, because a run of another plan may have the same file name.
+        The file of the run's result contains them, because a run of another plan may have the same file name.
         """
         tree = hashlib.sha256(json_bytes(to_json(variant.arm.spec))).hexdigest()
         base = variant.arm.start if self.plan.how == "heal" else ""
@@ -372,9 +376,9 @@ class _Runs:
         }  # fmt: skip
 
     def result(self, variant: PlannedVariant, seed: int) -> RunResult | None:
-        """Return the result of a run from its file, or None if the run is not finished.
+        """Return the result of a finished run from its file, or None if the run is not finished.
 
-        Raise InvalidInput if the file is that of another plan's run.
+        Raise InvalidInput if the file is damaged or was written for another plan.
         """
         path, identity = self._path(variant, seed).with_suffix(".json"), self._about(variant, seed)
         if not path.is_file():
@@ -396,10 +400,10 @@ class _Runs:
         return result
 
     def model(self, arm: Arm) -> Path | str:
-        """Return the model that the runs of a variant start from. Write it if it does not exist yet.
+        """Return the path or reference of the model from which the runs of a variant start.
 
-        If the runs train from random weights, it is a file with the architecture. Otherwise it is a checkpoint of the
-        base after the variant's swaps.
+        If the runs train from random weights, this is a file with the variant's architecture. If they heal, it is a
+        checkpoint: the base after the variant's swaps. The file or checkpoint is written if it does not exist yet.
         """
         name = slug_of(arm.name)
         if self.plan.how == "train":
@@ -495,9 +499,9 @@ def _table(
 
 
 def paired(runs: Sequence[RunResult], base_runs: Sequence[RunResult]) -> Difference | None:
-    """Return the mean difference between the losses of `runs` and of the base's runs with the same seeds.
+    """Return the mean difference between the losses of a variant's runs and of the base's runs with the same seeds.
 
-    The result is None if no seed has both runs.
+    The result is None if there is no seed with which both the variant and the base were run.
     """
     base_losses = {run.seed: run.loss for run in base_runs}
     differences = [run.loss - base_losses[run.seed] for run in runs if run.seed in base_losses]
@@ -516,8 +520,8 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # f
 def student(freedom: int) -> float:
     """Return half the width of the 95 % confidence interval of a mean, in standard errors (Student's t).
 
-    `freedom` is the number of degrees of freedom. Up to nine, the result is from a table. For more, it is the
-    Cornish-Fisher expansion, which has three correct digits there.
+    `freedom` is the number of degrees of freedom. Up to nine, the result is from a table. Above nine, it is computed by
+    the Cornish-Fisher expansion, to three correct digits.
     """
     if freedom <= len(_STUDENT):
         return _STUDENT[freedom - 1]

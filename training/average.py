@@ -12,15 +12,17 @@ from ..modules import Decoder
 from .parallel import Group
 
 _DECAY = 3
-"""The exponent of the decay, so that an average reaches over about the last quarter of the steps so far."""
+"""The exponent η of the decay. With this value, the average is mostly over the last quarter of the steps so far."""
 
 
 class Average:
     """A running average of the trained parameters, with polynomial decay (Shamir and Zhang 1212.1824, section 4).
 
-    The parameters after step t enter the average with the weight (η + 1) / (t + η), where η is `_DECAY`. The average
-    does not depend on the budget or on interruptions of the run. `tensors` has the averaged parameters by name, so that
-    checkpoints can store them.
+    After step t, average ← average + w · (parameters − average), with w = (η + 1) / (t + η) and η = `_DECAY`. The
+    average does not depend on the budget or on interruptions of the run.
+
+    Attributes:
+        tensors: the averaged parameters by name, which are stored in checkpoints.
     """
 
     def __init__(self, model: Decoder, group: Group) -> None:
@@ -34,7 +36,7 @@ class Average:
         torch._foreach_lerp_(self._local(self.tensors.values()), self._local(self.parameters.values()), weight)
 
     def exchange(self) -> None:
-        """Exchange the values of the model's parameters and of the average."""
+        """Swap the values of the model's parameters with those of the average."""
         for mean, parameter in zip(
             self._local(self.tensors.values()), self._local(self.parameters.values()), strict=True
         ):
@@ -44,7 +46,7 @@ class Average:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Give the model the average as its parameters inside the context."""
+        """Inside the context, replace the values of the model's parameters by those of the average."""
         self.exchange()
         try:
             yield

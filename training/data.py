@@ -47,22 +47,22 @@ ProgressCallback = Callable[[int, int], None]
 
 TOKENS, DOCUMENTS, DESCRIPTION = "tokens.bin", "documents.bin", "tokens.json"
 _VOCABULARY = 4096
-"""The default vocabulary of a tokenizer that is trained here."""
+"""The default number of tokens in the vocabulary of a tokenizer that is trained on the texts."""
 _END = "<|endoftext|>"  # the end-of-text token of a tokenizer that is trained here; its id is 0
 SMALLEST = 257  # the smallest vocabulary: all bytes and `_END`
 BYTES = "bytes"
-"""The name of the tokenizer with that vocabulary."""
+"""The name of the tokenizer with the smallest vocabulary, whose tokens are single bytes."""
 _PIECE = 2**20  # bytes of text that are tokenised at once
 _SEAMS = tuple(re.compile(rf"(?<=[^\W_])(?={end})") for end in ("\n", " "))
 _LETTER = "a"
 SAMPLE = "The quick brown fox jumps over 13 lazy dogs, and doesn't care.\n\tÀ la carte: naïve 東京 🙂\n"
-"""The text that two tokenizers must encode in the same way to count as the same."""
+"""A text that two tokenizers must encode to the same ids, so that gptkit treats them as the same tokenizer."""
 NOWHERE = -100
-"""The target of a token without a next token: the last token of a document, if another document follows it."""
+"""The target of a position that does not count in the loss, because the next token belongs to another document."""
 
 
 class _Source(msgspec.Struct, frozen=True):
-    """A text as it was when it was tokenised."""
+    """A text file as it was when it was tokenised."""
 
     name: str  # its path
     bytes: int
@@ -70,7 +70,7 @@ class _Source(msgspec.Struct, frozen=True):
 
 
 class _Description(msgspec.Struct, frozen=True):
-    """The content of tokens.json. The fields mean the same as in `TokenFile`."""
+    """The content of tokens.json, with the fields of `TokenFile`."""
 
     tokens: int
     documents: int
@@ -93,7 +93,7 @@ class TokenFile(Record):
     documents: int
     """The number of documents."""
     bytes: int
-    """The size of the texts in UTF-8."""
+    """The size of the texts in UTF-8, in bytes."""
     dtype: str
     """The dtype of the ids in tokens.bin."""
     vocabulary: int
@@ -191,10 +191,10 @@ def paths_of(data: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers encode texts to the same ids.
+    """Return whether gptkit treats two tokenizers as the same: they probably encode all texts to the same ids.
 
-    They do if their files are equal. A GGUF file stores a tokenizer in another form than tokenizer.json. Tokenizers
-    therefore also count as the same if they have the same tokens with the same ids and encode `SAMPLE` to the same ids.
+    This is certain if their tokenizer.json files are equal. A tokenizer from a GGUF file has another tokenizer.json, so
+    it is enough that the vocabularies are equal and that both encode `SAMPLE` to the same ids.
     """
     first, second = one.to_json(), other.to_json()
     if first == second:
@@ -227,13 +227,19 @@ def require_tokenizer(tokens: TokenFile, model: str | Path, own: Tokenizer | Non
 
 
 class TextFile:
-    """A text file that is read in pieces. `read` is the number of bytes read so far, and `digest` their SHA-256."""
+    """A text file that is read in pieces.
+
+    Attributes:
+        path: the path of the file.
+        read: the number of bytes read so far.
+        digest: a hashlib object with the SHA-256 of these bytes.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.read, self.digest = path, 0, hashlib.sha256()
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
-        """Yield the text of every piece, and whether the document ends with it.
+        """Yield pairs of a piece of text and whether this piece is the last one of its document.
 
         Every line of a .jsonl file is a document. Any other file is one document. Raise InvalidInput if the file cannot
         be read as such.
@@ -250,7 +256,7 @@ class TextFile:
             ) from error
 
     def _counted_bytes(self, data: bytes) -> bytes:
-        """Add the bytes to `read` and `digest`, and return them unchanged."""
+        """Return `data` unchanged, and update `read` and `digest` with it."""
         self.read += len(data)
         self.digest.update(data)
         return data
@@ -287,11 +293,10 @@ class TextFile:
 
 
 def _cut(text: str, required: bool) -> int:
-    """Return the index at which to cut a text into two pieces.
+    """Return the index at which to cut a text into two pieces: before the last line break after a letter or digit.
 
-    It is that of the last line break that follows a letter or digit. If there is none and a cut is not `required`,
-    it is 0. If a cut is required, it is that of the last space that follows a letter or digit, or else the end of the
-    text.
+    Without such a line break, the result is 0, unless a cut is `required`. Then it is the index of the last space after
+    a letter or digit, or the length of the text if there is no such space.
     """
     for pattern in _SEAMS if required else _SEAMS[:1]:
         if ends := [match.start() for match in pattern.finditer(text)]:
@@ -300,10 +305,11 @@ def _cut(text: str, required: bool) -> int:
 
 
 def encode_piece(coder: Tokenizer, piece: str, first: bool) -> tuple[list[int], list[int]]:
-    """Return the ids of a piece of a document, without special tokens, and the end of every token in characters.
+    """Return the token ids of a piece of a document, and for every token the index of the character after it.
 
-    Some tokenizers encode the beginning of a text differently, for example with ▁ in front. If the piece is not the
-    `first` one of its document, a letter is therefore put before it, and the letter's token is removed again.
+    The ids do not include special tokens. Some tokenizers encode the beginning of a text differently, for example with
+    ▁ in front. If the piece is not the `first` one of its document, gptkit therefore puts a letter before it, and
+    removes the letter's token again.
     """
     if not first:
         letter_ids, (ids, ends) = coder.encode(_LETTER, special=False), coder.encode_with_ends(_LETTER + piece)
@@ -390,10 +396,11 @@ def _new_tokenizer_files(texts: Sequence[TextFile], vocabulary: int | None) -> d
 def _tokenizer_of(
     model: str | Path, offline: bool = False, allow_pickle: bool = False
 ) -> tuple[Tokenizer | None, Path | None, Mapping[str, bytes]]:
-    """Return the tokenizer of a model, or None if it has none, and where it is stored.
+    """Return the tokenizer of a model, and where its files are.
 
-    The second result is a folder with its files, or None. The third has the texts of its files if they are inside of a
-    file such as a GGUF.
+    Returns:
+        The tokenizer, or None if the model has none; the folder with the tokenizer's files, or None; and the contents
+        of these files by name, if they are stored inside another file such as a GGUF.
     """
     path = resolve(model, weights=False, companions=True, offline=offline).path
     texts_inside: Mapping[str, bytes] = {}
@@ -492,10 +499,10 @@ def _size(path: Path) -> int:
 
 
 def boundary_ids(coder: Tokenizer, ends: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the ids that a document starts with, and those that it ends with.
+    """Return the ids of the special tokens at the beginning of every document, and of those at its end.
 
-    It starts with the special tokens that the tokenizer puts before a text, and ends with the first of `ends`, the
-    possible end-of-text ids, if there is one.
+    At the beginning are the special tokens that the tokenizer puts before a text. At the end is the first of the
+    end-of-text ids in `ends`, if there is one.
     """
     plain, whole = coder.encode("a", special=False), coder.encode("a")
     starts = (start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)
@@ -506,13 +513,13 @@ def boundary_ids(coder: Tokenizer, ends: Sequence[int]) -> tuple[list[int], list
 
 
 class Windows(NamedTuple):
-    """B sequences of T tokens, all arrays of shape (B, T)."""
+    """Training or evaluation data: B sequences of T tokens. All arrays have the shape (B, T)."""
 
     ids: _Ids
     targets: _Ids
-    """The id of the next token, or `NOWHERE`."""
+    """For every token, the id of the next token. It is `NOWHERE` where the next token does not count in the loss."""
     documents: _Ids | None
-    """The number of every token's document. None if no sequence has several documents that must be separated."""
+    """For every token, the number of its document. None if no sequence has several documents to be separated."""
 
     def part(self, number: int, of: int) -> Windows:
         """Divide the sequences into `of` parts, and return the part with this number, from 0.
@@ -572,9 +579,13 @@ class Stretch:
 
 @lru_cache(maxsize=4)
 def _starts(tokens: int, context: int, seed: int, epoch: int) -> _Ids:
-    """Return the indices of the tokens at which the windows of an epoch start, in the order in which they are read.
+    """Return the token indices at which the windows of an epoch start, in the order in which training reads them.
 
-    `tokens` is the number of tokens of the range, and `context` that of a window.
+    Args:
+        tokens: the number of tokens in the range that is divided into windows.
+        context: the number of tokens per window.
+        seed: the seed of the order.
+        epoch: the number of the epoch, from 0.
     """
     generator = np.random.default_rng([seed, epoch])
     number, rest = divmod(tokens, context)

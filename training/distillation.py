@@ -16,9 +16,9 @@ from .loop import Batch, Logits, Loss
 
 
 class TeacherLogits:
-    """A function that computes a teacher's logits, with a cache for text that is evaluated repeatedly.
+    """A function that computes a teacher's logits, and keeps them for text that is evaluated repeatedly.
 
-    The cache has up to `_REMEMBERED` bytes.
+    It keeps logits of up to `_REMEMBERED` bytes in total.
     """
 
     def __init__(self, teacher: Decoder) -> None:
@@ -46,15 +46,15 @@ def distilled(
     """Return the loss by which a model learns to predict like a teacher.
 
     The loss is the KL divergence of the model's next-token distribution from the teacher's (see `divergence`). In
-    training, a second term can be added: the squared distance between the hidden states of both models after a layer,
-    divided by the mean squared norm of the teacher's, and averaged over layers.
+    training, a second term can be added. It is the squared distance between the hidden states of both models after a
+    layer, divided by the mean squared norm of the teacher's hidden states, and averaged over layers.
 
     Args:
         teacher: the teacher.
         hidden: the weight of the second term; 0 leaves it out.
         sample: the text on which the mean squared norm of the teacher's hidden states is measured; by default, it is
             measured on every batch anew.
-        answers: the source of the teacher's logits in evaluations, instead of `teacher`.
+        answers: a function with a cache that gives the teacher's logits in evaluations, instead of `teacher`.
     """
     sizes = _sizes(teacher, sample, range(len(teacher.blocks))) if hidden and sample is not None else {}
 
@@ -78,7 +78,7 @@ def distilled(
 
 
 def _student(model: Logits) -> Decoder:
-    """Return the `Decoder` itself, also if `model` is a compiled one that wraps it."""
+    """Return the `Decoder` that `model` wraps if it was compiled with torch.compile, and otherwise `model` itself."""
     student: Decoder = model if isinstance(model, Decoder) else model._orig_mod  # type: ignore[attr-defined]
     return student
 
@@ -86,9 +86,9 @@ def _student(model: Logits) -> Decoder:
 def divergence(target: Tensor, logits: Tensor, counted: Tensor) -> Tensor:
     """Return the KL divergence of `logits` from `target`, KL(target ‖ logits), in nats, summed over tokens.
 
-    It is differentiable by `logits`. One vocabulary may have additional tokens at its end. If `logits` has more tokens,
-    these take probability from the common ones, which increases the divergence. If `target` has more tokens, its
-    distribution over the common tokens is used, because the student cannot predict the additional ones.
+    It is differentiable with respect to `logits`. The two vocabularies may differ in additional tokens at the end. If
+    the student has more tokens, the probability that it gives to them increases the divergence. If the teacher has more
+    tokens, its distribution is restricted to those that the student has.
 
     Args:
         target: the teacher's logits, (B, T, vocabulary).
@@ -133,7 +133,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *of_total: Tensor) -> tuple[None, Tensor, None]:
-        """Return the gradient that `forward` computed, times the gradient of the sum."""
+        """Return the gradient that `forward` has stored, times the incoming gradient `of_total`."""
         (gradient,) = ctx.saved_tensors
         return None, gradient * of_total[0], None
 
@@ -146,9 +146,9 @@ _LAUNCHED = 1 << 26  # the number of values (268 MB) that occupy a GPU until the
 def block_local(teacher: Decoder, layers: Sequence[int], sample: Batch | None = None) -> Loss:
     """Return the loss by which layers learn to compute like the same layers of a teacher (block-local distillation).
 
-    Every layer gets the input of the teacher's layer. The loss is the squared distance between the outputs of both
-    layers, averaged over layers. The distance of a layer is divided by the mean squared norm of what the teacher's
-    layer adds to the residual stream.
+    Every layer reads the same input as the teacher's layer. The loss is the squared distance between the outputs of
+    both layers, averaged over layers. The distance of a layer is divided by the mean squared norm of the difference
+    between output and input of the teacher's layer.
 
     Args:
         teacher: the teacher.
@@ -177,7 +177,10 @@ def block_local(teacher: Decoder, layers: Sequence[int], sample: Batch | None = 
 
 @torch.no_grad()
 def _sizes(teacher: Decoder, sample: Batch, layers: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """Return two mean squared norms for every layer: of what it adds to the residual stream, and of its output."""
+    """Return two mean squared norms for every layer: of its output minus its input, and of its output.
+
+    They are means over the tokens of `sample`. The keys of the result are layer numbers.
+    """
     with _layer_states(teacher.blocks, layers) as states:
         teacher(sample.ids, documents=sample.documents)
     pairs = {layer: ((y - x).float(), y.float()) for layer, (x, y) in states.items()}
@@ -188,9 +191,10 @@ def _sizes(teacher: Decoder, sample: Batch, layers: Sequence[int]) -> dict[int, 
 def _layer_states(
     blocks: nn.ModuleList, layers: Sequence[int], inputs: Mapping[int, Tensor] | None = None
 ) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """Yield a dictionary that gets the input and output, both (B, T, hidden), of the layers that run in the context.
+    """Record the input and output, both (B, T, hidden), of layers that run inside the context.
 
-    If `inputs` is given, the layers get these inputs instead of their own.
+    The context yields a dictionary from layer number to (input, output), which is filled when the model runs. If
+    `inputs` is given, the layers read these inputs instead of the output of the layer before them.
     """
     states: dict[int, tuple[Tensor, Tensor]] = {}
     handles = []

@@ -43,7 +43,7 @@ from .data import TextFile, boundary_ids, encode_piece, is_tokens, open_tokens, 
 MOST = 2048
 """The largest default number of tokens per window. The cost of attention grows with its square."""
 _LOGITS = 2**22
-"""The number of logits that are computed at once."""
+"""The largest number of logits (tokens times vocabulary) that are computed at once, which limits the memory."""
 _ENDS = slice(None, 1), slice(-1, None)
 """The slices of the first and of the last element."""
 
@@ -66,7 +66,7 @@ class Estimate(Record):
 
 @dataclass(frozen=True)
 class Bin(Record):
-    """The predictions at a range of positions in the window. At a position, the model predicts the next token."""
+    """The results for a range of positions in the window. At every position, the model predicts the next token."""
 
     first: int
     """The first position, counted from 0."""
@@ -82,7 +82,7 @@ class Bin(Record):
 
 @dataclass(frozen=True)
 class Curve(Record):
-    """The predictions of a model by position."""
+    """The loss and the accuracy of a model by the position in the window."""
 
     name: str
     """The name of the model."""
@@ -96,7 +96,7 @@ class Curve(Record):
 
 @dataclass(frozen=True)
 class Score(Record):
-    """The figures of a model on the texts."""
+    """The loss and accuracy of a model on the texts."""
 
     JSON = "reference tokens windows bytes nats perplexity=finite_perplexity bits_per_byte top_k curve"
 
@@ -107,17 +107,17 @@ class Score(Record):
     windows: int
     """The number of windows."""
     bytes: int
-    """The size of the predicted text in UTF-8."""
+    """The size of the predicted text in UTF-8, in bytes."""
     nats: Estimate
     """The loss in nats per token."""
     perplexity: float
-    """The exponential of that loss."""
+    """The perplexity: e to the power of the loss in nats per token."""
     bits_per_byte: Estimate
     """The loss in bits per byte of the text."""
     top_k: Mapping[int, Estimate]
     """For every k, the share of predictions in which the true token is among the k most likely."""
     curve: Curve
-    """The figures by position."""
+    """The loss and accuracy by the position in the window."""
 
     @property
     def finite_perplexity(self) -> float | None:
@@ -129,7 +129,7 @@ class Paired(Record):
     """The loss of a model minus that of another model on the same text."""
 
     difference: Estimate
-    """The mean difference."""
+    """The mean difference of the losses, in `unit`."""
     unit: str
     """"nats a token", or "bits a byte" if the models tokenise the text differently."""
     windows: int
@@ -137,7 +137,7 @@ class Paired(Record):
     better: float
     """The share of windows in which the model has a smaller loss than the other."""
     worse: float
-    """The share of windows in which it has a larger loss."""
+    """The share of windows in which the model has a larger loss than the other."""
 
 
 @dataclass(frozen=True)
@@ -155,15 +155,15 @@ class Evaluation(Record, Shown):
     stride: int
     """Tokens between the starts of two windows."""
     score: Score
-    """The figures of the model."""
+    """The loss and accuracy of the model."""
     against: Score | None = None
-    """The figures of the other model."""
+    """The loss and accuracy of the other model, if there is one."""
     paired: Paired | None = None
-    """The comparison of the two."""
+    """The comparison of both models, if there is another one."""
     extrapolation: tuple[Curve, ...] = ()
-    """The figures by position in windows that are longer than the context."""
+    """The loss and accuracy by position, in windows that are longer than the context."""
     notes: tuple[str, ...] = ()
-    """Sentences on what the figures do not include."""
+    """Sentences for the user about limits of these results, such as documents that are too short."""
     schema_version: int = field(default=1, repr=False)
 
 
@@ -172,7 +172,7 @@ class Evaluation(Record, Shown):
 
 @dataclass(frozen=True)
 class _Document:
-    """A text as tokens."""
+    """The token ids of one document."""
 
     name: str
     ids: Array
@@ -212,7 +212,7 @@ def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) 
 def _stored_documents(folder: Path, tokenizer: Tokenizer | None, model: str) -> list[_Document]:
     """Return the documents of a folder of tokens.
 
-    Such a folder does not store the size of every token in bytes, so all tokens count as equally long.
+    Such a folder does not store how many bytes of text a token has, so gptkit assumes the same number for all tokens.
     """
     tokens = open_tokens(folder)
     if tokenizer is not None:
@@ -250,7 +250,7 @@ def _read(checkpoint: Checkpoint, files: Sequence[Path]) -> list[_Document]:
 
 @dataclass(frozen=True)
 class _Window:
-    """A window of a document."""
+    """A sequence of tokens in a document that a model reads at once."""
 
     document: int  # the number of the document
     first: int  # the first token that the model reads
@@ -278,7 +278,7 @@ def _windows(documents: Sequence[_Document], width: int, stride: int) -> list[_W
 
 @dataclass(frozen=True)
 class _Predictions:
-    """The predictions of a model that enter the measured figures, in the order of the text."""
+    """The predictions of a model that count, one for every token that is predicted, in the order of the text."""
 
     name: str
     spec: ModelSpec
@@ -292,7 +292,7 @@ class _Predictions:
 
     @cached_property
     def window(self) -> Array:
-        """For every prediction, the number of its window."""
+        """For every prediction, the index of its window in `windows`."""
         return np.repeat(np.arange(len(self.windows)), [window.counted for window in self.windows])
 
     @cached_property
@@ -301,9 +301,9 @@ class _Predictions:
         return self._by_prediction(lambda window: np.arange(window.length - window.counted, window.length))
 
     def ends(self, token: int) -> Array:
-        """Return for every prediction the byte of the text at which a token ends.
+        """Return, for every prediction, the number of bytes of the document up to the end of a token.
 
-        It is the predicted token if `token` is 1, and the token before it if `token` is 0.
+        This token is the predicted one if `token` is 1, and the token before it if `token` is 0.
         """
 
         def ends_in(window: _Window) -> Array:
@@ -313,23 +313,32 @@ class _Predictions:
         return self._by_prediction(ends_in)
 
     def estimate(self, values: Array, sizes: Array | None = None, where: Array | slice = slice(None)) -> Estimate:
-        """Return the mean of `values` over the predictions that `where` selects, with its standard error.
+        """Return the mean of `values`, which has one value per prediction, with its standard error.
 
-        If there are `sizes`, it is the sum of the values divided by the sum of the sizes.
+        Args:
+            values: one value per prediction.
+            sizes: if given, one size per prediction. The result is then Σ values / Σ sizes.
+            where: an index that selects the predictions to use; by default all.
         """
         weights = None if sizes is None else sizes[where]
         sums, totals = (np.bincount(self.window[where], window_weights) for window_weights in (values[where], weights))
         return ratio(sums, totals)
 
     def top(self, ks: Sequence[int], where: Array | slice = slice(None)) -> dict[int, Estimate]:
-        """Return for every k the share of predictions whose true token is among the k most likely.
+        """Return, for every k in `ks`, the share of predictions in which the true token is among the k most likely.
 
-        `where` selects the predictions.
+        `where` is an index that selects the predictions to use.
         """
         return {k: self.estimate(1.0 * (self.rank < k), where=where) for k in ks}
 
     def curve(self, edges: Sequence[int], width: int, ks: Sequence[int]) -> Curve:
-        """Return the figures by position, in ranges that start at the positions `edges`. Empty ranges are left out."""
+        """Return the loss and the accuracy for ranges of positions in the window. Empty ranges are left out.
+
+        Args:
+            edges: the first position of every range, in ascending order.
+            width: tokens per window.
+            ks: the values of k for top-k accuracy.
+        """
         bins = []
         for first, end in zip(edges, [*edges[1:], width], strict=True):
             where = (self.position >= first) & (self.position < end)
@@ -339,7 +348,7 @@ class _Predictions:
         return Curve(self.name, stated_context(self.spec), width, tuple(bins))
 
     def score(self, width: int, ks: Sequence[int]) -> Score:
-        """Return the figures of the model."""
+        """Return the loss and accuracy of the model. `width` is the number of tokens per window."""
         nbytes, nats = self.ends(1) - self.ends(0), self.estimate(self.losses)
         return Score(
             reference=self.name,
@@ -355,7 +364,10 @@ class _Predictions:
 
 
 def ratio(sums: Array, sizes: Array) -> Estimate:
-    """Return Σ sums / Σ sizes over windows, with its standard error, which the module's docstring explains."""
+    """Return Σ sums / Σ sizes, with the standard error that the docstring of this module explains.
+
+    Both arrays have one element per window.
+    """
     sums, sizes = sums[sizes > 0], sizes[sizes > 0]
     count, total = len(sizes), sizes.sum()
     mean = float(sums.sum() / total) if count else math.nan
@@ -365,14 +377,14 @@ def ratio(sums: Array, sizes: Array) -> Estimate:
 
 
 def _doubling(width: int) -> list[int]:
-    """Return the positions 0, 1, 2, 4, … below the width of a window, at which ranges of positions start."""
+    """Return the first positions of the ranges for results by position: 0, 1, 2, 4, … below `width`."""
     return [0, *(2**power for power in range((width - 1).bit_length()))]
 
 
 def _edges_beyond(context: int, width: int) -> list[int]:
-    """Return the positions at which ranges start in windows that are longer than the context.
+    """Return the first positions of the ranges for results by position, in windows longer than the context.
 
-    They are 0, 1, 2, 4, … within the context, and then every half context up to the width of the window.
+    They are 0, 1, 2, 4, … within the context, and then every half context up to `width`, the length of a window.
     """
     return [*_doubling(context), *range(context, width, max(context // 2, 1))]
 
@@ -407,9 +419,9 @@ def _predict(
 
 @torch.inference_mode()
 def states_of(model: Decoder, ids: Tensor) -> Tensor:
-    """Return the hidden states before the head, (B, T, hidden), from which `losses_and_ranks` computes losses.
+    """Return the hidden states before the head, (B, T, hidden), for token ids (B, T).
 
-    The logits of a whole batch would need more memory.
+    `losses_and_ranks` computes losses from them in small chunks, because the logits of a whole batch need much memory.
     """
     assert model.head is not None
     states: list[Tensor] = []
@@ -450,7 +462,7 @@ def losses_and_ranks(model: Decoder, states: Tensor, targets: Tensor) -> list[tu
 
 
 def _compare(a: _Predictions, b: _Predictions) -> Paired:
-    """Return the loss of `a` minus the loss of `b`, with a standard error over the windows of `a`."""
+    """Compare the losses of two models: the mean of a's loss minus b's loss, with a standard error over a's windows."""
     same = all(np.array_equal(x.ids, y.ids) for x, y in zip(a.documents, b.documents, strict=True))
     ours: Array
     theirs: Array
@@ -469,9 +481,9 @@ def _compare(a: _Predictions, b: _Predictions) -> Paired:
 
 
 def _by_bytes(a: _Predictions, b: _Predictions) -> tuple[Array, Array, Array]:
-    """Return three sums for every window of `a`: the losses of `a` and of `b` in nats, and the number of bytes.
+    """Return three arrays with a sum for every window of `a`: a's losses and b's losses in nats, and the bytes of text.
 
-    The bytes before the first token that both models predict do not count.
+    The beginning of a document, up to the first token that both models predict, does not count.
     """
     both = list(zip(a.documents, b.documents, strict=True))
     firsts, sizes = (np.array([max([*x.ends[at], *y.ends[at]], default=0.0) for x, y in both]) for at in _ENDS)
@@ -589,9 +601,10 @@ def _opened(model: str | Path, against: str | Path | None, **opening: bool) -> d
 
 
 def _scaled(name: str, checkpoint: Checkpoint, rope: str) -> dict[str, ModelSpec]:
-    """Return the architecture of a model with a RoPE scaling, under a name that mentions the scaling.
+    """Return the architecture of a model with the RoPE scaling `rope`, such as "yarn:4".
 
-    Raise SwapRefused if the model has no RoPE.
+    The key of the result is the name of the model with the name of the scaling. Raise SwapRefused if the model has no
+    RoPE.
     """
     steps = steps_named("rope_scaling", rope)
     return {f"{name}, {rope}": swapped(checkpoint.spec, steps, checkpoint.origin.family, name).spec}
@@ -614,10 +627,10 @@ class _Measuring:
     def run(
         self, name: str, checkpoint: Checkpoint, scaled: Mapping[str, ModelSpec]
     ) -> tuple[_Predictions, list[Curve]]:
-        """Return the predictions of a model, and its curves beyond the context.
+        """Return the predictions of a model, and its results by position in windows longer than the context.
 
-        There is one curve for the model itself and one for every architecture in `scaled` (the model with a RoPE
-        scaling). There are no curves if `past` is 1.
+        The list has one `Curve` for the model itself, and one for every architecture in `scaled` (the model with a RoPE
+        scaling). It is empty if `past` is 1.
         """
         documents = _read(checkpoint, self.paths)
         decoder = load_checkpoint(checkpoint, self.dtype, self.attention, device=self.device)
@@ -634,7 +647,7 @@ class _Measuring:
         return predictions, curves
 
     def _curve(self, name: str, model: Decoder, documents: Sequence[_Document]) -> Curve:
-        """Return the figures by position, in windows that are `past` times longer than the context."""
+        """Return the loss and accuracy by position, in windows that are `past` times longer than the context."""
         width = self.width * self.past
         run = _predict(name, model, documents, _windows(documents, width, width), self.tell)
         return run.curve(_edges_beyond(self.width, width), width, self.top_k)
@@ -643,10 +656,10 @@ class _Measuring:
 def _notes(
     documents: Sequence[_Document], curves: Sequence[Curve], length: int, paired: Paired | None
 ) -> Iterator[str]:
-    """Yield notes about documents that are too short, and about models that tokenise differently.
+    """Yield notes for the user, about documents that are too short and about models with different tokenizers.
 
     Args:
-        documents: the documents of the first model.
+        documents: the documents, with the tokens of the first model.
         curves: the losses by position, if windows are longer than the context.
         length: the number of tokens of the longest window.
         paired: the comparison with another model, if there is one.
@@ -660,7 +673,7 @@ def _notes(
 
 
 def _as_tree(model: Decoder, spec: ModelSpec, attention: Kernel) -> Decoder:
-    """Return a model with another architecture but the same parameters, in the same memory."""
+    """Return a model with the architecture `spec` that shares the parameters of `model`, without a copy."""
     with torch.device("meta"):
         decoder = Decoder(spec, attention)
     decoder.load_state_dict(model.state_dict(), assign=True)

@@ -101,7 +101,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return, for every continuation, its log-probability and whether greedy decoding would generate it."""
+        """Return the log-probability of every continuation, and whether greedy decoding would generate it.
+
+        A request has the context and continuation as text, and the token ids of both.
+        """
         results = []
         for _text, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
@@ -120,7 +123,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return results
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """Return the log-probability of every text, which is divided into consecutive windows."""
+        """Return the log-probability of every text. Long texts are read in consecutive windows."""
         results = []
         for request in requests:
             options = {"prefix_token": self.prefix_token_id, "max_seq_len": self.max_length, "context_len": 1}

@@ -58,15 +58,16 @@ from .trainable import changed_layers, chosen, matrices, rank_of, touched
 BUDGET = 20_000, 400_000
 """The default budget is every token of the text once, but at least and at most these numbers of tokens."""
 _HELD_OUT_RANGE = 1024, 2**16
-"""The smallest and the largest default number of held-out tokens."""
+"""The smallest and the largest number of held-out tokens, if the user does not choose it."""
 _BUDGET_PER_HELD_OUT = 40
 """The held-out text has at most 1/40 of the budget's tokens, because every evaluation reads all of it."""
 _EVALUATIONS = 0.1
-"""The tokens that all evaluations read, as a share of the budget. They include the evaluations of a trial and of the
-average of the last steps. Evaluating a token takes half as long as training on it, so this is a twentieth of the time.
+"""The number of tokens that all evaluations together read, as a share of the training tokens. It includes the
+evaluations of a trial and of the averaged parameters. Evaluating a token takes about half as long as training on it, so
+evaluations take a twentieth of the time.
 """
 _PACE = 3e10
-"""The FLOPs per second from which gptkit estimates the tokens of a budget in seconds."""
+"""An assumed speed in FLOPs per second, from which gptkit estimates how many tokens a budget in seconds will have."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +90,15 @@ class Healed(Record, Shown):
     local: tuple[int, ...]
     """The layers that were first trained alone."""
     original: HeldOutFigures
-    """The figures of the teacher on the held-out text."""
+    """The loss of the teacher on the held-out text."""
     start: HeldOutFigures
-    """The figures of the changed model before training."""
+    """The loss and KL divergence of the changed model on the held-out text before training."""
     healed: Outcome
-    """The results of the changed model."""
+    """The results of the runs that trained the changed model to predict like the teacher."""
     control: Outcome | None
-    """The results of the teacher, trained to predict the same tokens."""
+    """The results of the control runs, which trained the teacher further on the same tokens; None without a control."""
     floor: Outcome | None
-    """The results of the changed architecture, trained in the same way from random weights."""
+    """The results of the floor runs, which trained the changed architecture from random weights; None without them."""
 
     @property
     def name(self) -> str:
@@ -110,7 +111,7 @@ class Healed(Record, Shown):
 
     @property
     def recovered(self) -> float | None:
-        """The share of the changed model's KL divergence that the healing removed; None if there was no divergence."""
+        """The share of the changed model's KL divergence that healing removed; None if it was 0 before training."""
         return None if self.start.kl <= 0 else 1 - self.healed.kl / self.start.kl
 
 
@@ -188,7 +189,7 @@ def heal(
 
 @dataclass(frozen=True)
 class _Models:
-    """The changed model and its teacher, with the tokenizer of both."""
+    """The changed model and its teacher, with the tokenizer that both use."""
 
     changed: str
     """The reference of the changed model."""
@@ -198,7 +199,7 @@ class _Models:
     teacher: Decoder
     tokenizer: Tokenizer | None
     tokenizer_source: str
-    """The reference of the model, of these two, that has the tokenizer."""
+    """The reference of the one of both models from which the tokenizer was read."""
 
     @classmethod
     def load(cls, changed: str | Path, teacher: str | Path, options: HealOptions, group: Group) -> _Models:
@@ -215,7 +216,7 @@ class _Models:
 
     @property
     def context(self) -> int:
-        """The default number of tokens per window."""
+        """The default number of tokens per training window."""
         return min(CONTEXT, *(longest(model.spec) for model in self.both))
 
     @cached_property
@@ -224,9 +225,9 @@ class _Models:
         return changed_layers(self.teacher, self.model)
 
     def require_trainable(self, options: HealOptions, group: Group) -> str:
-        """Check that the models and the chosen parameters can be trained, and return the format of the result.
+        """Check that the models and the chosen parameters can be trained, and return the format of the healed model.
 
-        Raise UsageError if they cannot be trained.
+        The format is a target as in `save`, such as "hf:llama". Raise UsageError if the models cannot be trained.
         """
         for model in self.both:
             require_trainable(model.spec, False, not group.alone)
@@ -295,7 +296,7 @@ class _Models:
         group: Group,
         tell: Callable[[str, TrainingStep], None],
     ) -> Runs:
-        """Return an object that can make the runs of this healing."""
+        """Return the object that makes the training runs of this healing. The arguments are those of `Runs`."""
         about = {
             "teacher": digest_of(self.teacher), "changed": digest_of(self.model), "texts": _hashes(tokens),
             "tokens": tokens.digest, "held_out": hashlib.sha256(held_out.ids.tobytes()).hexdigest(),
@@ -316,7 +317,14 @@ class _Models:
         target: Path,
         on_start: Callable[[str, HeldOutFigures, HeldOutFigures], None],
     ) -> tuple[Healed, Decoder]:
-        """Make all runs. Return the result, and the healed model of the first seed."""
+        """Make all training runs of the healing. Return the results, and the healed model of the first seed.
+
+        Args:
+            runs: the object that makes the runs.
+            options: the options of `heal`.
+            target: the folder of the healed checkpoint.
+            on_start: see `heal`.
+        """
         original, start, settings = runs.figures_of(self.teacher), runs.figures_of(self.model), runs.settings
         on_start(options.trained, original, start)
         finished, outcome, steps, count = runs.healed(self.model, start, options.trained, options.seeds)
@@ -348,9 +356,10 @@ class _Models:
 
 
 def _settings(options: HealOptions, models: _Models, length: int, group: Group) -> Settings:
-    """Return the settings of a run in windows of `length` tokens.
+    """Return the settings of a training run in windows of `length` tokens.
 
-    If the options give no budget, the text decides it. The text is not read yet, so the smallest budget is used here.
+    Without a budget in the options, the number of tokens in the text decides the budget. The text is not read yet at
+    this point, so the settings have the smallest default budget.
     """
     by_text = options.tokens is None and options.seconds is None
     tokens = BUDGET[0] if by_text else options.tokens
@@ -360,7 +369,7 @@ def _settings(options: HealOptions, models: _Models, length: int, group: Group) 
 
 
 def _most_evaluated(options: HealOptions, spec: ModelSpec) -> int:
-    """Return the largest number of held-out tokens per evaluation for which evaluations fit the budget."""
+    """Return the largest number of held-out tokens to use, so that evaluations take a small share of the budget."""
     pace = _PACE / (8 * size_of(spec))
     budget = int((options.seconds or 0) * pace) if options.tokens is None else options.tokens
     least, most = _HELD_OUT_RANGE
@@ -379,7 +388,7 @@ def _records(
     models: _Models,
     texts: Sequence[str | Path],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two entries for the result's manifest: a description of the healing, and the recipe that repeats it."""
+    """Return two entries for the manifest of the healed checkpoint: how it was healed, and a recipe that repeats it."""
     settings = msgspec.structs.replace(settings, rate=result.healed.rate)
     record = {**msgspec.to_builtins(settings), "train": options.trained, "share": options.local}
     record |= {"hidden": options.hidden, "texts": _hashes(tokens)}
@@ -402,8 +411,8 @@ def _records(
 def _rhythm(settings: Settings, held_out: int) -> int:
     """Return the default number of steps between two evaluations of `held_out` tokens.
 
-    It is such that all evaluations together read about the share `_EVALUATIONS` of the budget's tokens. For a budget in
-    seconds it is 0, because the clock then decides when to evaluate.
+    With this number, all evaluations together read about `_EVALUATIONS` times as many tokens as training does. For a
+    budget in seconds, the result is 0, because the clock then decides when to evaluate.
     """
     if settings.steps is None:
         return 0
@@ -413,10 +422,10 @@ def _rhythm(settings: Settings, held_out: int) -> int:
 
 @contextmanager
 def _zeros_filled(model: Decoder, names: Container[str]) -> Iterator[None]:
-    """Inside the context, fill those of the named parameters that are all zeros with ones.
+    """Inside the context, fill every parameter in `names` that contains only zeros with ones, for a check of a format.
 
-    A format without a tensor for some parameter accepts a model in which this parameter is zero. Training will change
-    the parameter, so the check of the format must see a value that is not zero.
+    Some formats cannot store a certain parameter, and accept only models in which it is zero. Training will change the
+    parameter. So the check whether the format can store the trained model must see another value than zero.
     """
     zeros = [tensor.data for name, tensor in model.named_parameters() if name in names and not tensor.any()]
     for tensor in zeros:
@@ -429,7 +438,7 @@ def _zeros_filled(model: Decoder, names: Container[str]) -> Iterator[None]:
 
 
 def _timeless(value: Any) -> Any:
-    """Return JSON values without measured times, so that the same call always writes the same file."""
+    """Return a JSON value without the measured times in it, so that the same call always writes the same file."""
     if isinstance(value, Mapping):
         return {name: _timeless(item) for name, item in value.items() if name != "seconds"}
     return [_timeless(item) for item in value] if isinstance(value, list) else value
@@ -438,10 +447,10 @@ def _timeless(value: Any) -> Any:
 def _recipe(
     changed: str | Path, healed: bool, texts: Sequence[str | Path], settings: Mapping[str, Any], to: str | None
 ) -> dict[str, Any]:
-    """Return the manifest's entry with the recipe of the changed model, to which this healing is added as a last step.
+    """Return an entry for the manifest: the recipe that made the changed model, with this healing as its last step.
 
-    It is empty if no swap made the model. It is also empty if the model was `healed` before, or if there are several
-    texts, because a recipe can express neither.
+    The entry is empty if no swap made the model. It is also empty if the changed model was already `healed` before, or
+    if there are several texts, because recipes support neither.
     """
     if healed or len(texts) > 1 or not (Path(changed) / MANIFEST).is_file():
         return {}
@@ -454,9 +463,10 @@ def _recipe(
 
 
 def _tokenizer_of(*models: tuple[Decoder, str | Path]) -> tuple[Tokenizer | None, str]:
-    """Return the tokenizer of two models and the reference of the model that has it.
+    """Return the tokenizer for both models, and the reference of the model from which it was read.
 
-    A model without a tokenizer uses that of the other. Raise UsageError if the two encode the same text differently.
+    A model without a tokenizer uses that of the other model. Raise UsageError if both have tokenizers, and these encode
+    the same text differently.
     """
     sources = [model.source for model, _ in models]
     coders = [load_tokenizer(source.path or Path(), source.texts) if source else None for source in sources]

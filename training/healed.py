@@ -24,7 +24,7 @@ from .state import make_folder, remove_empty, require_free, run_folder
 
 @dataclass(frozen=True)
 class HealedSwap(SwapResult):
-    """The results of a swap and of the healing after it. The swap was measured before the healing."""
+    """The results of a swap and of the healing after it. The effect of the swap was measured before the healing."""
 
     healed: Healed | None = None  # the result of the healing
 

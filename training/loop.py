@@ -45,7 +45,7 @@ the arguments of `Decoder.forward`.
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows on the device, all of shape (B, T); see `data.Windows`."""
+    """The fields of `data.Windows` as tensors on a device, all of shape (B, T)."""
 
     ids: Tensor
     targets: Tensor
@@ -58,7 +58,7 @@ class Batch:
 
 
 def next_token(model: Logits, batch: Batch) -> Tensor:
-    """Return the cross entropy of the next tokens in nats, summed."""
+    """Return the cross entropy of the next tokens in nats, summed over the tokens of a batch."""
     return cross_entropy(model(batch.ids, documents=batch.documents), batch.targets)
 
 
@@ -83,7 +83,7 @@ class Settings(msgspec.Struct, frozen=True):
     steps: int | None = None
     seconds: float | None = None
     accumulate: int = 1
-    """The number of parts in which each process computes its share of a step."""
+    """The number of parts into which each process divides its windows of a step, for gradient accumulation."""
     rate: float = 1e-3
     """The highest learning rate."""
     warmup: float = 0.05
@@ -98,8 +98,8 @@ class Settings(msgspec.Struct, frozen=True):
     """The largest norm of a step's gradient; 0 clips nothing."""
     seed: int = 0
     every: int = 100
-    """Steps between two evaluations and checkpoints. With a budget in seconds, 0 evaluates at most ten times, for at
-    most a tenth of the time.
+    """Steps between two evaluations and checkpoints. 0 is only for a budget in seconds: gptkit then evaluates at most
+    ten times, and spends at most a tenth of the time on it.
     """
     dtype: str = "float32"
     """The dtype of matrix products. Parameters are in float32."""
@@ -128,16 +128,16 @@ class TrainingStep(Record):
 
 @dataclass
 class Run:
-    """The progress of a run."""
+    """The progress of a training run."""
 
     step: int = 0  # the number of finished steps
     seconds: float = 0.0  # the time that they took
     curve: list[dict[str, Any]] = field(default_factory=list)  # the evaluations; see `resumed.EvaluationRecord`
 
     def done(self, settings: Settings, ahead: int = 0) -> float:
-        """Return the share of the budget that will be used after `ahead` more steps.
+        """Return the share of the budget that will be used after `ahead` more steps, or 1 if the run ends early.
 
-        It is 1 if the run ends early, because `patience` evaluations were not better.
+        A run ends early if the last `patience` evaluations were not better than an earlier one.
         """
         losses = [entry["held_out"] for entry in self.curve]
         if settings.patience and min(losses[-settings.patience :], default=0.0) > min(losses, default=0.0):
@@ -150,24 +150,24 @@ class Run:
         return (self.seconds + ahead * per_step) / settings.seconds
 
     def add(self, step: TrainingStep) -> None:
-        """Add a step to the curve, if it was evaluated."""
+        """Add the evaluation after a step to the curve, if there was one."""
         if step.held_out is not None:
             names = ("step", "tokens", "loss", "held_out", "averaged")
             self.curve.append({name: getattr(step, name) for name in names})
 
     def best(self) -> int:
-        """Return the step after which the best evaluation was made."""
+        """Return the step after which the held-out loss was lowest."""
         return int(min(self.curve, key=lambda entry: entry["held_out"])["step"])
 
     @property
     def ends_averaged(self) -> bool:
-        """Whether the averaged parameters are better than the model at every evaluation."""
+        """Whether the averaged parameters have a lower held-out loss than the model had at every evaluation."""
         averaged = self.curve[-1]["averaged"]
         return averaged is not None and bool(averaged < min(entry["held_out"] for entry in self.curve))
 
 
 class Abandoned(Exception):
-    """Raised if the argument `continues` of `fit` ends a run before its budget is used."""
+    """Raised by `fit` if its argument `continues` returns false, which ends a run before its budget is used."""
 
 
 class _Interrupt:
@@ -184,7 +184,7 @@ class _Interrupt:
         signal.signal(number, self._before[number])
 
     def error(self, step: int, store: Store) -> BaseException:
-        """Return the exception with which a signal (SIGTERM or Ctrl-C) ends a run, after its `step` was saved."""
+        """Return the exception to raise after a signal (SIGTERM or Ctrl-C), when the step `step` has been saved."""
         error = Terminated() if self.number == signal.SIGTERM else KeyboardInterrupt()
         error.add_note(f"step {step:,} is saved in {store.folder}: repeat the command with --resume to continue")
         return error
@@ -268,7 +268,7 @@ def fit(
 
 
 class _Course:
-    """A run in progress: the model, its optimiser and average, and the measurements and checkpoints so far."""
+    """A training run in progress: the model, its optimiser and averaged parameters, measurements and checkpoints."""
 
     def __init__(
         self,
@@ -298,9 +298,9 @@ class _Course:
         self.rhythm = _Rhythm(settings)
 
     def begin(self, loss: float | None) -> None:
-        """Evaluate and save the model before the first step, if the run ends with the best evaluation's parameters.
+        """Evaluate and save the model before the first step, if the run may end with these parameters (`keep_best`).
 
-        `loss` is the model's loss on the held-out windows. If it is None, it is measured.
+        `loss` is the model's loss on the held-out windows. If it is None, this function measures it.
         """
         if self.keep_best and not self.run.curve:
             first_loss = self.evaluate() if loss is None else loss
@@ -308,7 +308,7 @@ class _Course:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint of the run."""
         metrics, run = self.metrics, self.run
         self.group.lead(lambda: fsync(metrics) if metrics.is_file() else None)  # a saved step must have its line
         best = run.best() if self.keep_best else None
@@ -324,7 +324,12 @@ class _Course:
         return loss
 
     def step(self, batches: Callable[[int], Windows], interrupt: _Interrupt) -> bool:
-        """Make a step, and evaluate and save the model if that is due. Return whether to stop."""
+        """Make a step, and evaluate and save the model if that is due. Return whether a signal asks the run to stop.
+
+        Args:
+            batches: returns the windows of a step by its number.
+            interrupt: records signals that arrive during the step.
+        """
         run, settings, group = self.run, self.settings, self.group
         rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup, settings.averaged)
         start = time.monotonic()
@@ -354,7 +359,7 @@ class _Course:
         return bool(stopped)
 
     def _note(self, step: TrainingStep) -> None:
-        """Add a step to the measurements, and call `tell` in every process."""
+        """Write the measurements of a step to metrics.jsonl, and call `tell` in every process."""
         self.run.add(step)
 
         def write() -> None:  # `tell` may write files too, which may fail in the first process alone
@@ -366,7 +371,7 @@ class _Course:
             self.tell(step)
 
     def end(self) -> None:
-        """Give the model its final parameters: the averaged ones, those of the best evaluation, or of the last step."""
+        """Set the model's final parameters: the average, those of the best evaluation, or those of the last step."""
         if self.average is not None and self.run.ends_averaged:
             self.average.exchange()
         elif self.keep_best and (best := self.run.best()) != self.run.step:
@@ -374,7 +379,10 @@ class _Course:
 
 
 def _require_windows(settings: Settings, held_out: Windows | None, group: Group) -> None:
-    """Raise UsageError if a step or an evaluation has fewer windows than parts, in all processes together."""
+    """Raise UsageError if a step has fewer windows than parts, or an evaluation has fewer windows than processes.
+
+    The number of parts is that of the processes times `accumulate`.
+    """
     parts = group.size * settings.accumulate
     if settings.windows < parts:
         raise UsageError(
@@ -390,14 +398,14 @@ def _require_windows(settings: Settings, held_out: Windows | None, group: Group)
 
 
 def _run_so_far(about: Any, metrics: Path, settings: Settings, keep_best: bool) -> tuple[Run, int]:
-    """Return the progress of the run that a checkpoint belongs to, or of a new run, and its number of threads.
+    """Return the progress of a run that is resumed or new, and the number of threads with which it computes.
 
-    With another number of threads, torch would sum products in another order. This function therefore sets torch's
-    number of threads to that of the checkpoint.
+    A resumed run must use the same number of threads as before, because torch would otherwise sum products in another
+    order. This function sets torch's number of threads accordingly.
 
     Args:
-        about: the content of the checkpoint's state.json, or None without a checkpoint.
-        metrics: the run's metrics.jsonl.
+        about: the content of the last checkpoint's state.json, or None for a new run.
+        metrics: the path of the run's metrics.jsonl.
         settings: the settings of the run.
         keep_best: whether the run was evaluated before its first step.
     """
@@ -411,13 +419,13 @@ def _run_so_far(about: Any, metrics: Path, settings: Settings, keep_best: bool) 
 
 
 class _Rhythm:
-    """The schedule of evaluations: after every `Settings.every` steps, or by the clock if that is 0."""
+    """The schedule of evaluations: after every `Settings.every` steps, or by the clock if `every` is 0."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.took, self.last = settings, 0.0, time.monotonic()
 
     def evaluated(self, took: float) -> None:
-        """Record that an evaluation has just ended, and that it took this number of seconds."""
+        """Record that an evaluation has just ended, and that it took `took` seconds."""
         self.took, self.last = took, time.monotonic()
 
     def due(self, step: int) -> bool:
@@ -451,7 +459,7 @@ class _Engine:
             return self.loss(self.forward, Batch.of(windows, self.group.device))
 
     def step(self, number: int, windows: Windows, rate: float) -> tuple[float, float]:
-        """Make a step. Return the loss per target, and the norm of the gradient.
+        """Make a training step. Return the mean loss per target, and the norm of the gradient.
 
         Args:
             number: the number of the step, from 0.
@@ -489,12 +497,12 @@ class _Engine:
         return total / counted, norm
 
     def _checked_loss(self, number: int, loss_sum: Tensor, share: Windows) -> float:
-        """Return the sum of the loss over all processes. Raise NoNumber if it is NaN or infinite.
+        """Return the loss of a step, summed over all processes. Raise NoNumber if it is NaN or infinite.
 
         Args:
             number: the number of the step, for the message.
             loss_sum: the loss of this process.
-            share: the windows of this process.
+            share: the windows of this process, in which the cause is searched.
         """
         (total,) = self.group.total(float(loss_sum))
         if not math.isfinite(total):
@@ -502,14 +510,17 @@ class _Engine:
         return total
 
     def _checked_norm(self, number: int, whole: Tensor) -> float:
-        """Return the norm of the whole gradient as a number. Raise NoNumber if it is NaN or infinite."""
+        """Return the norm of the gradient, `whole`, as a float. Raise NoNumber if it is NaN or infinite.
+
+        `number` is the number of the step, for the message.
+        """
         norm = float(whole)
         if not math.isfinite(norm):
             raise self._not_finite(number, self._first_bad("gradient of {}", lambda p: p.grad) or "gradient's norm")
         return norm
 
     def evaluate(self, number: int, windows: Windows) -> float:
-        """Return the loss per target in the windows, after `number` steps.
+        """Return the mean loss per target in `windows`, after `number` training steps.
 
         Raise NoNumber if it is NaN or infinite. The last step is then not saved.
         """
@@ -539,9 +550,9 @@ class _Engine:
         return None
 
     def _first_bad_output(self, share: Windows) -> str:
-        """Return the name of the first parameter that has NaN or infinity.
+        """Return the name of the first parameter that contains NaN or infinity.
 
-        If there is none, return that of the first module whose output for these windows has.
+        If there is no such parameter, return the name of the first module whose output for the windows `share` does.
         """
         if name := self._first_bad("parameter {}", lambda parameter: parameter):
             return name
@@ -585,7 +596,7 @@ def decays(parameter: Parameter) -> bool:
 def adamw(
     model: nn.Module, declared: Iterable[Parameter], rate: float, decay: float, trained: Container[str] | None = None
 ) -> torch.optim.AdamW:
-    """Return AdamW for a model's parameters, in two groups: with and without weight decay.
+    """Return an AdamW optimiser for a model's parameters, in two groups: with and without weight decay.
 
     Args:
         model: the model. Parameters that are not trained are frozen.
@@ -624,7 +635,7 @@ def rate_at(share: float, rate: float, warmup: float, constant: bool = False) ->
 
 
 def usual_rate(parameters: int) -> float:
-    """Return the default for the highest learning rate of a model with this number of parameters: 3e-5 or more.
+    """Return the default of the highest learning rate for a model with `parameters` parameters. It is at least 3e-5.
 
     The formula is from Kaplan et al. (2001.08361, appendix D.6).
     """

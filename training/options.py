@@ -120,8 +120,8 @@ class HealOptions(RunOptions):
     update of this rank for every matrix).
     """
     local: float = 0.0
-    """The share of the budget in which every changed layer is first trained alone, on the same layer of the teacher.
-    It needs models with the same number of layers and the same hidden size.
+    """The share of the budget in which every changed layer is first trained alone, to imitate the same layer of the
+    teacher. It needs models with the same number of layers and the same hidden size.
     """
     hidden: float = 0.0
     """The weight of the hidden-state loss, the distance to the teacher's hidden states after every layer. It needs
@@ -178,10 +178,11 @@ def windows_of(batch: int | None, length: int, tokens: int | None, parts: int, s
     """Return the number of windows of `length` tokens per step.
 
     Args:
-        batch: tokens per step, or None for the default: `WINDOWS`, or fewer to give a small budget about `steps` steps.
+        batch: tokens per step. None gives the default: `WINDOWS` windows, or fewer if the budget would otherwise be
+            used up in fewer than about `steps` steps.
         length: tokens per window.
-        tokens: the budget in tokens, if it is in tokens.
-        parts: the number of parts in which a step is computed, each of which has at least one window by default.
+        tokens: the budget in tokens; None if it is in seconds.
+        parts: the number of parts in which a step is computed. By default, every part has at least one window.
         steps: the number of steps that a small budget should have.
 
     Raises:

@@ -44,7 +44,10 @@ class Group:
         return [float(value) for value in sums]
 
     def lead(self, work: Callable[[], object]) -> None:
-        """Call `work` in the first process, while the others wait. If it fails there, the others raise Elsewhere."""
+        """Call `work` in the first process only, while the other processes wait.
+
+        If `work` raises an error, the other processes raise Elsewhere.
+        """
         error: BaseException | None = None
         try:
             if self.rank == 0:
@@ -59,7 +62,7 @@ class Group:
             raise Elsewhere("the first process failed, so this process stops too", int(failed))
 
     def share_out(self, model: Any) -> None:
-        """Shard the parameters of every layer, and those outside layers, over the processes."""
+        """Shard the parameters of a model over the processes with FSDP2. Every layer is sharded separately."""
         if self.alone:
             return
         from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -75,11 +78,11 @@ class Group:
         fully_shard(model, reshard_after_forward=True)
 
     def local(self, tensor: Tensor) -> Tensor:
-        """Return this process's share of a tensor."""
+        """Return this process's shard of a tensor."""
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return the whole tensor from the shares of all processes. All processes must call this."""
+        """Return the unsharded tensor, gathered from all processes. All processes must call this."""
         return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -100,8 +103,8 @@ def _device(name: str | None) -> torch.device:
 def _return_freed_memory() -> None:
     """Make glibc return large blocks of memory to the system as soon as they are freed.
 
-    Otherwise glibc's heaps would keep the blocks in which the parameters of layers are gathered. Each of two processes
-    would then use as much memory as a single process does. With another C library, this function does nothing.
+    Otherwise glibc would keep the memory in which FSDP2 gathers the parameters of layers. Each of two processes would
+    then use as much memory as a single process needs. With another C library, this function does nothing.
     """
     tune = getattr(ctypes.CDLL(None), "mallopt", None)
     if tune is not None:

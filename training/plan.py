@@ -130,7 +130,7 @@ _KINDS = {
 
 
 def _in_words(error: msgspec.ValidationError) -> str:
-    """Return msgspec's error about a plan in words that do not use terms of Python."""
+    """Return the message of msgspec's error about a plan, with the terms of TOML instead of those of Python."""
 
     def type_names(types: str) -> str:
         return " or ".join(_KINDS.get(type_name, type_name) for type_name in types.split(" | ") if type_name != "null")
@@ -146,7 +146,7 @@ def _in_words(error: msgspec.ValidationError) -> str:
 
 
 def _mistakes(plan: Plan) -> Iterator[str]:
-    """Yield messages on mistakes in a plan that the types of its fields allow."""
+    """Yield a message on every mistake in a plan that msgspec does not find by the types of the fields."""
     names = [variant.name for variant in plan.variant]
     if not names:
         yield "variant is empty, but a plan needs at least one [[variant]]"
@@ -189,11 +189,11 @@ def slug_of(name: str) -> str:
 
 
 def edited(spec: ModelSpec, changes: Mapping[str, Any], removed: Sequence[str] = ()) -> ModelSpec:
-    """Return an architecture after the changes of `set` and `remove` in a plan, which the module's docstring describes.
+    """Return an architecture after the changes of `set` and `remove` in a plan (see the docstring of this module).
 
     Args:
-        spec: the architecture.
-        changes: new values by path pattern.
+        spec: the architecture before the changes.
+        changes: new values by path pattern, such as {"blocks.*.attention.kv_heads": 2}.
         removed: the path patterns of the fields to remove.
 
     Raises:
@@ -217,7 +217,7 @@ def edited(spec: ModelSpec, changes: Mapping[str, Any], removed: Sequence[str] =
 
 
 def _places(tree: Any, path: str) -> list[tuple[dict[str, Any], str]]:
-    """Return the places in nested tables that a path pattern matches, as (table, key in it) pairs.
+    """Return the fields in nested JSON objects that a path pattern matches, as (object, key in it) pairs.
 
     If the last part of the pattern has no star, it may be a key that does not exist yet. Raise InvalidInput if the
     pattern matches nothing.
@@ -243,7 +243,7 @@ def _places(tree: Any, path: str) -> list[tuple[dict[str, Any], str]]:
 
 @dataclass(frozen=True)
 class Arm:
-    """The base or a variant, with its architecture."""
+    """The base model or a variant of an ablation, with its architecture after all changes."""
 
     name: str
     comment: str
@@ -253,7 +253,7 @@ class Arm:
 
 
 def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
-    """Return the base and all variants.
+    """Return the base and all variants of a plan with their architectures.
 
     Raises:
         InvalidInput, SwapRefused, ConfigError: a variant cannot be made. The message names the variant.
@@ -315,9 +315,9 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
 
 
 def _resized(spec: ModelSpec, parameters: int) -> ModelSpec:
-    """Return the architecture with wider or narrower feed-forwards, so that it has about `parameters` parameters.
+    """Return the architecture with feed-forwards of another width, so that it has about `parameters` parameters.
 
-    The width with the closest number is chosen. Raise InvalidInput if even width 1 gives more parameters.
+    The width is the one that gives the closest number. Raise InvalidInput if even width 1 gives more parameters.
     """
 
     def with_units(units: int) -> ModelSpec:
@@ -341,7 +341,7 @@ def _resized(spec: ModelSpec, parameters: int) -> ModelSpec:
 
 
 def label_of(variant: Arm) -> str:
-    """Return the name by which messages call a variant."""
+    """Return the name of a variant as it appears in messages, such as "variant 'RoPE'"."""
     return f"variant {variant.name!r}"
 
 
@@ -363,7 +363,7 @@ class PlannedVariant:
 
 
 def planned_variants(plan: Plan, arms: Sequence[Arm], length: int) -> list[PlannedVariant]:
-    """Return the base and all variants at every budget. Each of these is run once per seed.
+    """Return the base and all variants, once for every budget of the plan. Each of these is run once per seed.
 
     Args:
         plan: the plan.

@@ -28,26 +28,27 @@ from .parallel import Group
 from .state import put, settings_error
 
 FACTOR = 3.0
-"""The factor between two rates that are tried."""
+"""The factor by which the learning rate is lowered after a trial that made the model worse."""
 SHARE, POWER, MOST = 0.68, 0.6, 0.35
-"""The first rate as a share of the usual one: `SHARE` times the gap to the power of `POWER`, and at most `MOST`. The
-numbers were measured on eight changed models made from three models, with gaps from 0.0003 to 3.7 nats.
+"""The first rate to try is the usual rate times `SHARE` · gap^`POWER`, and at most `MOST` times the usual rate. The gap
+is the KL divergence from the teacher. The numbers were measured on eight changed models made from three models, with
+gaps from 0.0003 to 3.7 nats.
 """
 TRIAL = 0.1
-"""The share of the budget that a trial takes. It is longer than the default warm-up, so that half of its steps have the
-highest rate.
+"""The share of the budget that a trial takes. This is twice the default warm-up, so half of the trial's steps have the
+highest learning rate.
 """
 MARGIN = 0.1
-"""The share by which a trial at a lower rate has to be better."""
+"""The share by which the loss of a trial must be lower than that of the trial before it, which had a higher rate."""
 TRIES = 5  # the largest number of trials
 _LEAST = 5  # the fewest steps of a trial
 FILE = "tried.json"
-"""The file that records the trials, in the folder of the runs."""
+"""The name of the file that records the trials, in the folder of the healing's runs."""
 
 
 @dataclass(frozen=True)
 class Trial(Record):
-    """The first steps of a run at one learning rate, and their result."""
+    """The result of a trial: the first steps of a run at one learning rate."""
 
     rate: float
     loss: float | None  # on the held-out text after these steps, in nats per token; None if it is NaN or infinite
@@ -63,10 +64,10 @@ Trials = tuple[Trial, ...]
 
 
 def first_guess(usual: float, gap: float) -> float:
-    """Return the first learning rate to try.
+    """Return the learning rate of the first trial.
 
     Args:
-        usual: the usual rate for random weights.
+        usual: the usual learning rate for a model with random weights (`loop.usual_rate`).
         gap: the KL divergence of the changed model from its teacher, in nats per token.
     """
     return usual * min(MOST, SHARE * math.pow(max(gap, 1e-6), POWER))
@@ -81,10 +82,19 @@ def trial_steps(steps: int) -> int:
 def next_run(first: float, start: float, trials: Sequence[Trial]) -> tuple[float, bool]:
     """Return the learning rate of the next run, and whether this run is on trial.
 
-    A run on trial is evaluated after its first steps, and may be abandoned. The first run has the rate `first`. If a
-    trial is not better than `start`, the loss before training, the next trial has a lower rate. There are up to `TRIES`
-    trials. If a lower rate is not better than the previous one by `MARGIN`, the next run has the previous rate and is
-    not on trial.
+    A run on trial is evaluated after its first steps, and abandoned if its loss is then too high. The rules are:
+
+    1. The first run has the rate `first`, and is on trial.
+    2. If the last trial is not better by `MARGIN` than the one before it, which had a higher rate, the next run has
+       that higher rate, and is not on trial.
+    3. If the last trial's loss is below `start`, the loss before training, or if there were `TRIES` trials, the next run
+       has the rate of the last trial, and is not on trial.
+    4. Otherwise the next run has a lower rate, and is on trial.
+
+    Args:
+        first: the rate of the first run.
+        start: the loss before training.
+        trials: the trials so far.
     """
     if not trials:
         return first, True
@@ -121,11 +131,11 @@ class TrialNotes:
         group.total(0.0)  # wait until every process has read the file, before the first process writes
 
     def trials(self, name: str) -> Trials:
-        """Return the trials of one kind of run, in their order."""
+        """Return the trials of one kind of run ("healed" or "control"), in the order in which they were made."""
         return tuple(self.content.tried.get(name, ()))
 
     def add(self, name: str, trial: Trial) -> None:
-        """Record a trial of one kind of run."""
+        """Record a trial of one kind of run ("healed" or "control")."""
         self.content.tried.setdefault(name, []).append(trial)
         self.group.lead(lambda: put(self.path, json_bytes(msgspec.to_builtins(self.content))))
 

@@ -69,7 +69,7 @@ def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_
         metrics: the run's metrics.jsonl.
         steps: the run's budget in steps, or None if the budget is a time.
         tokens: the number of tokens per step.
-        from_start: whether the run was evaluated before its first step, as a run with `patience` is.
+        from_start: whether the run was evaluated before its first step, as runs with `keep_best` or `patience` are.
 
     Raises:
         InvalidInput: a field is missing, unknown or of another type, or contradicts the settings or metrics.jsonl.
@@ -101,7 +101,7 @@ def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_
 
 
 def lines_until(metrics: Path, step: int) -> list[bytes]:
-    """Return the lines of the first `step` steps in metrics.jsonl. A resumed run makes the later steps again."""
+    """Return the lines of metrics.jsonl for the first `step` steps. A resumed run makes the later steps again."""
     if not step:
         return []
     try:

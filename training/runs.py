@@ -90,7 +90,7 @@ def stores_in(folder: Path, group: Group) -> list[Store]:
 
 @dataclass
 class Runs:
-    """The runs of one healing, and what they share."""
+    """An object that makes the training runs of one healing, with the models and settings that all runs share."""
 
     original: Decoder  # the teacher
     windows: Windows  # the windows of the held-out text
@@ -119,10 +119,10 @@ class Runs:
         return Batch.of(self.windows.part(0, parts), self.group.device)
 
     def figures_of(self, model: Decoder) -> HeldOutFigures:
-        """Return the figures of a model on the held-out text.
+        """Return a model's loss on the held-out text, and its KL divergence from the teacher.
 
-        The model is not put into eval mode. In eval mode, gptkit's modules may move their parameters into one matrix,
-        and an optimizer whose moments have the old layout would fail.
+        The model is not put into eval mode. In eval mode, gptkit's modules may join several parameters in one matrix,
+        and an optimizer whose moments have the old memory layout would fail.
         """
         windows, sums, settings = self.windows, [0.0, 0.0], self.settings
         # Read as many windows as a part of a step has, or more if that is little work for a forward pass.
@@ -139,7 +139,7 @@ class Runs:
         return HeldOutFigures(max(sums[0], 0.0) / counted, sums[1] / counted)
 
     def _teacher(self) -> Decoder:
-        """Return the teacher, compiled if runs are compiled and the loss does not need the teacher's hidden states."""
+        """Return the teacher. It is compiled if the option asks for it and the loss needs no hidden states of it."""
         compiles = self.settings.compiled and not self.hidden
         return torch.compile(self.original) if compiles else self.original  # type: ignore[return-value]
 
@@ -162,8 +162,9 @@ class Runs:
             loss: the loss to minimise.
             settings: the budget and all other settings.
             trained: the names of the parameters to train; by default all.
-            earlier: a run of the same model before this one. This run reads the windows after those of `earlier`.
-            trial: decides whether the run continues.
+            earlier: the run that trained the same model before this one, if any. This run reads the windows after those
+                that `earlier` read.
+            trial: a function that decides whether the run continues, if the run is on trial.
             evaluation: further arguments of `fit`.
         """
         store, earlier = Store(self.folder / name, self.group), earlier or Run()
@@ -197,15 +198,17 @@ class Runs:
         trial: _TrialJudge | None = None,
         **evaluation: Any,
     ) -> _Totals:
-        """Train changed layers alone, if `local` asks for it, and then the whole model on the rest of the text.
+        """Train a model to predict like the teacher: first the changed layers alone, if `local` asks for it, then all.
+
+        The second run continues with the text where the first one ended.
 
         Args:
-            name: the name of the kind of run. With the `seed`, it names the folders of both runs.
+            name: the kind of run, such as "healed". With the `seed`, it names the folders of both runs.
             model: the model, which is trained in place.
             settings: the settings of both runs together.
             trained: the parameters to train, as in `HealOptions`.
             seed: the number of the seed, from 0.
-            trial: decides whether the runs continue.
+            trial: a function that decides whether the runs continue, if they are on trial.
             evaluation: further arguments of `fit`.
         """
         declared, rank, alone = list(model.spec.parameters()), rank_of(trained), Run()
@@ -230,7 +233,7 @@ class Runs:
     def _settings_of(self, seed: int, rate: float, spent: float = 0.0) -> Settings:
         """Return the settings of the run with this seed and learning rate.
 
-        Abandoned trials have already `spent` some seconds, by which a budget in seconds is reduced.
+        `spent` is the number of seconds that abandoned trials took. A budget in seconds is reduced by it.
         """
         common = self.settings
         seconds = None if common.seconds is None else max(common.seconds - spent, common.seconds / 10)
@@ -248,16 +251,16 @@ class Runs:
         *,
         on_trial: bool = True,
     ) -> tuple[Decoder, Outcome, _Totals]:
-        """Make the runs of one kind, over all seeds.
+        """Make the runs of one kind with all seeds.
 
         Args:
-            name: the name of the kind. Its trials are recorded under this name.
+            name: the kind of run, such as "healed". Trials are recorded under this name.
             model: the model to train. Every run trains a copy of it.
-            start: the figures of the model before training. They are also the result of a run that makes the model
+            start: the measurements of the model before training. They are also the result of a run that makes the model
                 worse.
-            loss_of: returns, from the figures of a model, the loss that training minimises.
-            rate: AdamW's highest learning rate, or the first rate to try if runs are `on_trial`.
-            train: trains one copy.
+            loss_of: returns, from the measurements of a model, the value that training minimises.
+            rate: AdamW's highest learning rate, or the rate of the first trial if `on_trial` is true.
+            train: a function that trains one copy.
             seeds: the number of runs.
             on_trial: whether trials at the start of the first run choose the rate.
 
@@ -280,17 +283,20 @@ class Runs:
         return finished, Outcome(tuple(figures), seconds, rate, trials), totals
 
     def _known_start(self, loss: float) -> float | None:
-        """Return the loss before training, or None if it was measured in another dtype than that of the run."""
+        """Return `loss`, the loss before training, or None if it was measured in another dtype than that of the run."""
         return loss if self.settings.dtype == "float32" else None
 
     def _first_run(self, name: str, model: Decoder, *arguments: Any) -> tuple[Decoder, _Totals, float, Trials, float]:
         """Make the first run of a kind. If a trial makes the model worse, start the run again at a lower learning rate.
 
-        The arguments are those of `_attempt`.
+        Args:
+            name: the kind of run, such as "healed".
+            model: the model, of which copies are trained.
+            arguments: the further arguments of `_attempt`.
 
         Returns:
-            The trained copy of the model, the totals of its run, its rate, the trials, and the seconds of the runs that
-            were abandoned.
+            The trained copy of the model, the totals of its run, its learning rate, the trials, and the seconds of the
+            runs that were abandoned.
         """
         while True:
             copy = deepcopy(model)
@@ -309,12 +315,13 @@ class Runs:
         """Try to make the first run of a kind, at the learning rate that follows from the trials so far.
 
         Args:
-            name: the name of the kind.
+            name: the kind of run, such as "healed".
             copy: the model to train, in place.
-            start: its loss on the held-out text before training. A run on trial continues only if its loss is smaller.
-            loss_of: returns, from the figures of a model, the loss that training minimises.
-            first: the rate of the first trial.
-            train: trains the copy.
+            start: the model's loss on the held-out text before training. A run on trial continues only if its loss is
+                smaller than `start`.
+            loss_of: returns, from the measurements of a model, the value that training minimises.
+            first: the learning rate of the first trial.
+            train: a function that trains the copy.
 
         Returns:
             The totals of the run, its learning rate, the trials, and the seconds of the runs that were abandoned. If
@@ -357,11 +364,11 @@ class Runs:
     def healed(
         self, model: Decoder, start: HeldOutFigures, trained: str, seeds: int
     ) -> tuple[Decoder, Outcome, int, int]:
-        """Heal the changed model, over all seeds.
+        """Train the changed model to predict like the teacher, once with every seed.
 
         Args:
             model: the changed model.
-            start: its figures before training.
+            start: its measurements on the held-out text before training.
             trained: the parameters to train, as in `HealOptions`.
             seeds: the number of runs.
 
@@ -381,9 +388,13 @@ class Runs:
         return finished, outcome, totals.steps, totals.parameters
 
     def control(self, original: HeldOutFigures, seeds: int) -> Outcome:
-        """Train the teacher on the same tokens as a language model (the control). Trials choose the learning rate.
+        """Train the teacher further on the same tokens as a language model (the control). Trials choose the rate.
 
-        The results are those of the best evaluation. This may be the one before training, whose figures are `original`.
+        The results are those of the best evaluation, which may be the one before training.
+
+        Args:
+            original: the teacher's measurements on the held-out text before training.
+            seeds: the number of runs.
         """
 
         def train(copy: Decoder, settings: Settings, seed: int, **options: Any) -> _Totals:
@@ -414,7 +425,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class _Totals:
-    """The totals of a training, which may consist of two runs: changed layers alone, and then the whole model."""
+    """The number of steps and seconds of a training. It may consist of two runs: changed layers alone, then all."""
 
     steps: int
     seconds: float
@@ -422,17 +433,19 @@ class _Totals:
 
 
 _TrainFunction = Callable[..., _Totals]
-"""A function that trains a model. Its arguments are the model, its settings, the number of the seed, and how `fit`
-evaluates the model.
+"""A function that trains a model. Its arguments are the model, the settings of the run, the number of the seed, and
+further arguments of `fit` by name.
 """
 _TrialJudge = Callable[[Decoder, int, float], bool]
-"""A function that decides whether a run on trial continues. Its arguments are the model, the steps and the seconds."""
+"""A function that decides whether a run on trial continues. Its arguments are the model, and the number of steps and
+seconds since the start of the run."""
 
 
 def _parts(settings: Settings, local: float) -> tuple[Settings | None, Settings]:
-    """Divide the settings' budget in two: the share `local`, in which layers are trained alone, and the remaining one.
+    """Divide a budget in two, and return the settings of both runs.
 
-    The first result is None if `local` is 0.
+    The first run has the share `local` of the budget, and trains changed layers alone. It is None if `local` is 0. The
+    second run has the rest of the budget.
     """
     if not local:
         return None, settings

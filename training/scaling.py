@@ -25,27 +25,27 @@ from ..errors import UsageError
 from .ablate import read_ablation
 
 FARTHEST = 10
-"""How many times beyond the range of the runs gptkit still predicts."""
+"""gptkit predicts for models and numbers of tokens up to this many times beyond the range of the runs."""
 _LEAST = 6  # the fewest runs: the law has five unknowns
 _DELTA = 1e-3
 _GRID = (
     *((-1.0, -0.5, 0.0, 0.5, 1.0), (0.0, 5.0, 10.0, 15.0, 20.0, 25.0), (0.0, 5.0, 10.0, 15.0, 20.0, 25.0)),
     *((0.0, 0.5, 1.0, 1.5, 2.0), (0.0, 0.5, 1.0, 1.5, 2.0)),
 )
-"""The initial values of log E, log A, log B, α and β: the fit tries all combinations."""
+"""For log E, log A, log B, α and β, the values from which the fit may start. All combinations are tried."""
 _STARTS = 8  # the number of points of the grid, those of the least objective, that the fit continues from
 _STEPS, _CHECKED = 2000, 100  # the most steps of a fit; after every 100, the fit stops if no law has improved
 _BATCH = 200  # the number of bootstrap samples that are fitted at once, which limits the memory
 _MOST = torch.tensor([300.0, 300.0, 300.0, 20.0, 20.0], dtype=torch.float64)
-"""The largest absolute values of the unknowns: exponentials and powers of these are still finite."""
+"""The largest absolute values of log E, log A, log B, α and β, for which exponentials and powers are still finite."""
 _Values = np.ndarray[Any, np.dtype[np.float64]]
-"""Runs as an array of shape (…, 3): parameters, tokens, loss."""
+"""An array of shape (…, 3) with the number of parameters, the number of training tokens and the loss of every run."""
 NAMES = ("E", "A", "B", "alpha", "beta")
 
 
 @dataclass(frozen=True)
 class Point(Record):
-    """A run that the law is fitted to."""
+    """A training run to which the scaling law is fitted."""
 
     parameters: int
     tokens: int  # training tokens
@@ -95,7 +95,7 @@ class Optimum(Record):
 
 @dataclass(frozen=True)
 class Scaling(Record, Shown):
-    """A fitted law, and what it predicts."""
+    """A fitted scaling law, and what it predicts."""
 
     JSON = "schema_version law intervals drawn error parameters tokens optima points"
 
@@ -240,7 +240,7 @@ def _objective(unknowns: Tensor, values: Tensor) -> Tensor:
 
 
 def _starts(values: _Values) -> Tensor:
-    """Return the points of the grid that have the smallest objective, (`_STARTS`, 5)."""
+    """Return the points of the grid that have the smallest objective, from which the fit starts, (`_STARTS`, 5)."""
     grid = torch.tensor(list(itertools.product(*_GRID)), dtype=torch.float64)
     return grid[_objective(grid, torch.from_numpy(values)).argsort()[:_STARTS]]
 
@@ -286,9 +286,15 @@ def _interval(values: Sequence[float]) -> _Interval:
 
 
 def _optimum(law: Law, flops: float, resampled: Sequence[Law], ranges: Sequence[tuple[int, int]]) -> Optimum:
-    """Return the best run for a budget of `flops`, with intervals from the laws in `resampled`.
+    """Return the numbers of parameters and tokens with the lowest predicted loss for a budget of `flops` FLOPs.
 
-    Raise UsageError if it is too far beyond the `ranges` of parameters and tokens of the measured runs.
+    Raise UsageError if they are too far beyond those of the measured runs.
+
+    Args:
+        law: the scaling law.
+        flops: the budget.
+        resampled: laws that were fitted to bootstrap samples, for the intervals.
+        ranges: the smallest and largest number of parameters of the measured runs, and those of tokens.
     """
     best = law.best(flops)
     for what, value, (least, most) in zip(("parameters", "tokens"), best, ranges, strict=True):

@@ -43,9 +43,11 @@ _HASHED = {
     "teacher": "the teacher is different",
     "changed": "the changed model is different",
 }
-"""The hashes that identify a run, with the message if one differs. A difference comes before those that it causes."""
+"""The settings of a run that are hashes, with the error message if one differs on resuming. If several differ, the
+first one in this order is the cause, and the others follow from it."""
 _DERIVED = {"rate", "every"}
-"""The settings that `heal` derives from the others by default. If one differs, another setting is the cause."""
+"""The settings that `heal` derives from other settings by default. If such a setting differs on resuming, another
+setting is usually the cause, and the error message names that one."""
 _FREE = {"rate", "clip"}
 """The settings that may change when a run is resumed after its loss became NaN or infinite."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # as AdamW names them
@@ -60,7 +62,7 @@ class Store:
     def resumes(self, resume: bool, force: bool) -> bool:
         """Return whether the folder has an unfinished run that is to be resumed.
 
-        Raise UsageError if it has one and neither `resume` nor `force` was given.
+        Raise UsageError if the folder has an unfinished run and neither `resume` nor `force` is true.
         """
         last = self.last()
         if last is not None and not resume and not force:
@@ -71,9 +73,9 @@ class Store:
         return last is not None and resume
 
     def begin(self, run: Mapping[str, Any], resume: bool, force: bool) -> list[dict[str, Any]]:
-        """Write the settings of a new run to run.json, or check that they are those of the run to resume.
+        """Write the settings of a new run to run.json. If a run is resumed, check that its settings are the same.
 
-        After a loss that was NaN or infinite, a run may continue with another learning rate and gradient clipping.
+        Only a run that stopped at a NaN or infinite loss may continue with another learning rate and gradient clipping.
         Return all such changes so far, with the step after which they apply.
 
         Raises:
@@ -263,7 +265,10 @@ def settings_error(
 
 
 def run_folder(out: Path, name: str) -> Path:
-    """Return the folder of a run, OUT.name, next to its result OUT. Raise UsageError if OUT is the root folder."""
+    """Return the folder for the files of a run: `out` with ".`name`" appended, such as OUT.training.
+
+    Raise UsageError if `out` is the root folder.
+    """
     out = out.expanduser()
     whole = out if out.name not in ("", "..") else out.resolve()
     if not whole.name:
@@ -272,9 +277,15 @@ def run_folder(out: Path, name: str) -> Path:
 
 
 def require_free(target: Path, resume: bool, force: bool, runs: Iterable[Store]) -> None:
-    """Raise UsageError if the result may not be written to `target`.
+    """Raise UsageError if the result may not be written to `target`, because it exists and `force` is false.
 
-    With `resume`, the message does not suggest --force alone, because that would discard the run to be resumed.
+    With `resume`, the message does not suggest --force alone, because that would discard the unfinished run.
+
+    Args:
+        target: the folder of the result.
+        resume: whether the user gave --resume.
+        force: whether the user gave --force.
+        runs: the runs whose unfinished checkpoints may be resumed.
     """
     if resume and not force and os.path.lexists(target):
         last = next((run for run in runs if run.last() is not None), None)
@@ -294,9 +305,10 @@ def require_free(target: Path, resume: bool, force: bool, runs: Iterable[Store])
 def claim(
     stack: ExitStack, target: Path, folder: Path, runs: Callable[[], list[Store]], resume: bool, force: bool
 ) -> None:
-    """Lock the folder of some runs until `stack` is closed. At its end, files of runs that never started are removed.
+    """Lock a folder of runs until `stack` is closed, so that no other call uses it.
 
-    If no run is to be resumed, earlier runs are removed now, because new tokens may replace theirs.
+    If no run is to be resumed, earlier runs in the folder are removed, because new tokens may replace those that they
+    read. When `stack` is closed, the files of runs that never started are removed.
 
     Args:
         stack: the stack whose end releases the lock.
@@ -393,10 +405,10 @@ def _fill(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _violations(tensors: Mapping[str, Tensor], step: int) -> Iterator[bool]:
-    """Yield, for three conditions, whether the tensors of a checkpoint violate the condition.
+    """Yield three booleans, which are true if the tensors of a checkpoint violate a condition.
 
-    All values must be finite. AdamW's second moments must not be negative. AdamW's step counter must be `step` for at
-    least one parameter.
+    The conditions are: all values are finite; AdamW's second moments are not negative; and AdamW's step counters are
+    whole numbers up to `step`, and equal to `step` for at least one parameter.
     """
     yield not all(bool(tensor.isfinite().all()) for tensor in tensors.values())
     yield any(bool((tensor < 0).any()) for name, tensor in tensors.items() if name.startswith(_MOMENTS[1]))

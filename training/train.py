@@ -59,7 +59,7 @@ _PEAKS = {
     "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12,
     "A10G": 70e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
-"""Dense 16-bit FLOPs per second from the makers' data sheets, by a part of the GPU's name."""
+"""The largest number of FLOPs per second in dense 16-bit matrix products, from data sheets, by part of a GPU's name."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class Prepared(Record):
     flops: int
     """FLOPs per step."""
     peak: float
-    """The largest number of FLOPs per second of all devices."""
+    """The largest number of FLOPs per second that all devices together can compute."""
     peak_by: str
-    """The source of `peak`, in words."""
+    """The source of `peak` in words, such as a data sheet or a measurement."""
     settings: dict[str, Any]
-    """The fields of `loop.Settings`."""
+    """The settings of the run, with the fields of `loop.Settings`."""
     first: int
     """The number of steps that are already finished, if a run is resumed."""
 
@@ -107,7 +107,7 @@ class Trained(Record):
     tokens: int
     """The number of training tokens."""
     seconds: float
-    """The training time."""
+    """The training time in seconds."""
     curve: list[dict[str, Any]]
     """The evaluations, with `step`, `tokens`, `loss`, `held_out` and `averaged`. Losses are in nats per token."""
 
@@ -284,7 +284,7 @@ def _train_model(
 def tree_of(model: str, random: bool, offline: bool, allow_pickle: bool) -> tuple[Outline, bool]:
     """Return the outline of a model (its architecture and tokenizer), and whether training starts from random weights.
 
-    Training does so if the model has no weights, or if `random` is true.
+    Training starts from random weights if the model has no weights, or if `random` is true.
     """
     reference = identify(model)
     names = reference.names or ()
@@ -313,7 +313,10 @@ def longest(spec: ModelSpec) -> int:
 
 
 def family_of(tree: Outline, first: str) -> str:
-    """Return the family in whose format a model is written: its own if that can express it, and otherwise `first`."""
+    """Return the family in whose Hugging Face format a model is written.
+
+    It is the model's own family if that can store the architecture, and otherwise `first`.
+    """
     from ..architectures import named
     from ..architectures.obstacles import express
 
@@ -324,9 +327,10 @@ def family_of(tree: Outline, first: str) -> str:
 
 
 def folder_of(data: Sequence[str | Path], own: Path) -> Path:
-    """Return the folder of tokens in `data`, or `own`, the folder of the run, if `data` are texts.
+    """Return the folder with the tokens of `data`: `data` itself if it is a folder of tokens, and otherwise `own`.
 
-    Raise UsageError if `data` has a folder of tokens together with something else.
+    `own` is the folder in which a run stores the tokens of text files. Raise UsageError if `data` has a folder of
+    tokens together with something else.
     """
     paths = [Path(path) for path in data]
     folders = [path for path in paths if is_tokens(path)]
@@ -354,10 +358,12 @@ class TextReader:
     offline: bool
 
     def __call__(self, texts: Sequence[str | Path], name: str, tokenizer: str | Path | None = None) -> TokenFile:
-        """Return the tokens of texts, or of a folder that `tokenize` wrote.
+        """Return the tokens of text files, or of a folder that `tokenize` wrote.
 
-        The tokens of texts are stored in the folder `name` within the run's folder. If a `tokenizer` is given, it is
-        used instead of the reader's own.
+        Args:
+            texts: text files, or one folder of tokens.
+            name: the folder, within the run's folder, in which the tokens of text files are stored.
+            tokenizer: a tokenizer to use instead of the reader's own.
         """
         own, tokenizer = self.folder / name, tokenizer or self.tokenizer
         where = folder_of(texts, own)
@@ -391,7 +397,10 @@ def _hashed(path: Path) -> str:
 
 
 def recurrent_operation(spec: ModelSpec) -> str:
-    """Return the id of the model's first recurrent operation, which carries a state from token to token, or ""."""
+    """Return the id of the model's first operation that carries a state from token to token, or "" if there is none.
+
+    Such operations are recurrences and causal convolutions.
+    """
     operations = (operation for block in dict.fromkeys(spec.blocks) for operation in spec.block_operations(block))
     return next(
         (operation.id for operation in operations if isinstance(operation, ops.Scan | ops.Convolve | ops.Pairs)), ""
@@ -500,7 +509,10 @@ def _stretches(
 def _about(
     model: Decoder, scratch: bool, tokens: TokenFile, held_out: Windows, settings: Settings, group: Group, apart: bool
 ) -> dict[str, Any]:
-    """Return the JSON values that identify a run. They are stored in the manifest, and must be the same on resuming."""
+    """Return the settings and hashes that identify a run, as JSON values.
+
+    They are stored in the manifest of the result, and must be the same when the run is resumed.
+    """
     return {
         "weights": "random" if scratch else digest_of(model),
         "tree": hashlib.sha256(json_bytes(to_json(model.spec))).hexdigest(),
@@ -552,7 +564,7 @@ def _sampled(model: Decoder, coder: Tokenizer, prompt: str, seed: int) -> str:
 
 
 def gathered(model: Decoder, group: Group) -> Decoder:
-    """Return the model with unsharded parameters, in every process."""
+    """Return the model in eval mode with unsharded parameters, in every process."""
     if group.alone:
         return model.eval()
 

@@ -19,9 +19,10 @@ CHOICES = ("all", "changed", "norms", "lora:RANK")
 
 
 def touched(before: Decoder, after: Decoder) -> set[str]:
-    """Return the names of the parameters of `after` that changed.
+    """Return the names of the parameters by which the model `after` differs from the model `before`.
 
-    They are new, have another shape or value than in `before`, or belong to a component whose record differs.
+    These are parameters that are new, that have another shape or value than in `before`, or that belong to a component
+    with other settings.
     """
     old = dict(before.named_parameters())
     names = {
@@ -38,9 +39,9 @@ def touched(before: Decoder, after: Decoder) -> set[str]:
 
 
 def changed_layers(before: Decoder, after: Decoder) -> tuple[int, ...]:
-    """Return the indices of the layers that changed.
+    """Return the indices of the layers by which the model `after` differs from the model `before`.
 
-    There are none if the models differ in the number of layers or in the hidden size.
+    The result is empty if the models differ in the number of layers or in the hidden size.
     """
     one, other = before.spec, after.spec
     if len(one.blocks) != len(other.blocks) or one.hidden_size != other.hidden_size:
@@ -49,9 +50,12 @@ def changed_layers(before: Decoder, after: Decoder) -> tuple[int, ...]:
 
 
 def chosen(what: str, declared: Sequence[Parameter], changed: Callable[[], set[str]]) -> set[str]:
-    """Return the names of the parameters to train, where `what` is "all", "changed" or "norms".
+    """Return the names of the parameters to train.
 
-    `declared` are all parameters, and `changed` returns the names of the changed ones.
+    Args:
+        what: which parameters: "all", "changed" or "norms".
+        declared: all parameters of the model.
+        changed: returns the names of the parameters that differ from the teacher's.
     """
     if what == "all":
         return {parameter.name for parameter in declared}
@@ -62,7 +66,7 @@ def chosen(what: str, declared: Sequence[Parameter], changed: Callable[[], set[s
 
 
 def rank_of(what: str) -> int:
-    """Return the rank in "lora:RANK", or 0 if `what` is another of the `CHOICES`. Raise UsageError for other texts."""
+    """Return RANK if `what` is "lora:RANK", and 0 if it is "all", "changed" or "norms". Otherwise raise UsageError."""
     match = re.fullmatch(r"lora:([1-9]\d{0,8})", what, re.ASCII)
     if match is None and what not in CHOICES[:-1]:
         choices = f"{', '.join(CHOICES[:-1])} or {CHOICES[-1]}"
@@ -74,7 +78,7 @@ def rank_of(what: str) -> int:
 
 
 def matrices(declared: Sequence[Parameter]) -> list[str]:
-    """Return the names of the matrices to which low-rank updates are added."""
+    """Return the names of the weight matrices to which "lora:RANK" adds low-rank updates."""
     roles = "reads", "writes", "inner"
     return [parameter.name for parameter in declared if len(parameter.shape) == 2 and parameter.role in roles]
 
