@@ -87,7 +87,7 @@ def next_run(first: float, start: float, trials: Sequence[Trial]) -> tuple[float
     1. The first run has the rate `first`, and is on trial.
     2. If the last trial is not better by `MARGIN` than the one before it, which had a higher rate, the next run has
        that higher rate, and is not on trial.
-    3. If the last trial's loss is below `start`, the loss before training, or if there were `TRIES` trials, the next run
+    3. If the last trial's loss is below `start`, the loss before training, or after `TRIES` trials, the next run
        has the rate of the last trial, and is not on trial.
     4. Otherwise the next run has a lower rate, and is on trial.
 
