@@ -334,7 +334,7 @@ def valid_rows(value: Tensor, batch: ProbeBatch) -> Tensor:
 
 
 def relative_gap(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference divided by the largest value of `a`, or infinity if there is a NaN."""
+    """Return max |a - b| / max |a|, or infinity if there is a NaN."""
     difference = (a - b).abs().max().item()
     if difference != difference:
         return float("inf")

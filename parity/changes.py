@@ -192,10 +192,13 @@ class Diff(Shown):
     """The differences between the checkpoints A and B.
 
     Attributes:
-        a: the first checkpoint. b: the second checkpoint. tensors: the comparison of every tensor, in the order of
-      computation. tree: the differences of the component trees. files: the differences of config.json and of the
-      tokenizer's files. notes: what the user needs to know to interpret the figures. counts: the number of tensors by
-      status.
+        a: the first checkpoint.
+        b: the second checkpoint.
+        tensors: the comparison of every tensor, in the order of computation.
+        tree: the differences of the component trees.
+        files: the differences of config.json and of the tokenizer's files.
+        notes: what the user needs to know to interpret the figures.
+        counts: the number of tensors by status.
     """
 
     a: TensorFiles

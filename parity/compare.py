@@ -159,7 +159,7 @@ def compare_heads(
 
 
 def require_same_tokens(before: Tree, after: Tree, tokens: Tokens | None) -> None:
-    """Raise GptkitError if the vocabularies have different sizes and no `tokens` pair their ids."""
+    """Raise GptkitError if the vocabularies have different sizes and `tokens`, the ids of equal tokens, is None."""
     sizes = before.spec.vocab_size, after.spec.vocab_size
     if tokens is None and sizes[0] != sizes[1]:
         raise GptkitError(f"the vocabularies differ: {sizes[0]} tokens in the first model, {sizes[1]} in the second")

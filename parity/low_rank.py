@@ -61,7 +61,8 @@ class Floor:
     """How much rounding alone may contribute to the difference of two matrices A and B.
 
     Attributes:
-        rows: the sum of a² + b² over every row. columns: the sum of a² + b² over every column.
+        rows: the sum of a² + b² over every row.
+        columns: the sum of a² + b² over every column.
     """
 
     rows: Array

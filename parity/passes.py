@@ -28,8 +28,9 @@ class _Pass(greenlet):  # type: ignore[misc]
     """The forward pass of one batch, as a coroutine.
 
     Attributes:
-        place: the number of the place in the model at which the pass waits. parcel: the value that the pass sends when
-      it pauses, or receives when it continues. result: the output, once the pass has ended.
+        place: the number of the place in the model at which the pass waits.
+        parcel: the value that the pass sends when it pauses, or receives when it continues.
+        result: the output, once the pass has ended.
     """
 
     place = -1
@@ -74,12 +75,12 @@ def run_together(
 ) -> list[Tensor]:
     """Run `call` for every batch, without gradients, and return the results.
 
+    An exception in one forward pass or in `serve` ends all of them.
+
     Args:
         call: a forward pass, which may pause by calling `ask`.
         batches: the inputs.
         serve: answers all passes that wait at the same place. Not needed if `call` never pauses.
-
-    An exception in one pass or in `serve` ends all passes.
     """
     passes = [_Pass(call, batch) for batch in batches]
     try:

@@ -279,8 +279,10 @@ class _Place:
     """The comparison of a port with the reference by component, on one batch.
 
     Attributes:
-        watched: the compared places in gptkit's model. matches: the nearest module of the port for each component.
-      batch: the input. outputs: the outputs of the port's modules by name, (N, features).
+        watched: the compared places in gptkit's model.
+        matches: the nearest module of the port for each component.
+        batch: the input.
+        outputs: the outputs of the port's modules by name, (N, features).
     """
 
     watched: Sequence[Tap]
@@ -443,8 +445,7 @@ def _near(wanted: Tensor, outputs: Mapping[str, Tensor]) -> list[tuple[float, st
 
     Returns:
         For each output with F' ≥ F: the relative difference, the name of the output, and the F consecutive features
-        that
-        are nearest to `wanted`. There may be more features, because a port may fuse q, k and v.
+        that are nearest to `wanted`. There may be more features, because a port may fuse q, k and v.
     """
     distances, width = [], wanted.shape[1]
     for name, value in outputs.items():

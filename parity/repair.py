@@ -268,10 +268,9 @@ def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | No
 def _find_causes(
     both: Sides, batches: Sequence[ProbeBatch], path: Kernel, allowed: float, places: Sequence[Part], few: bool
 ) -> list[Cause]:
-    """Return the repairs that bring the candidate's logits closer to the reference's. Those that restore parity come
-    first.
+    """Return the repairs that bring the candidate's logits closer to the reference's.
 
-    The models must have the same hidden size and number of layers.
+    Repairs after which the two models agree come first. The models must have the same hidden size and number of layers.
 
     Args:
         both: the two models.

@@ -507,8 +507,8 @@ class Sides:
     They run in memory, or one layer at a time if `folder` is None.
 
     Attributes:
-        source: the checkpoint that transformers loads (the reference). target: the checkpoint that gptkit loads (the
-      candidate). It may be the same one.
+        source: the checkpoint that transformers loads (the reference).
+        target: the checkpoint that gptkit loads (the candidate). It may be the same one.
     """
 
     source: Checkpoint

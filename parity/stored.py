@@ -156,18 +156,19 @@ def rows_to_probe(
     long: bool,
     up_to: int | None,
 ) -> tuple[list[ProbeBatch], list[str]]:
-    """Return more batches, which read the differing table rows that no batch reads yet.
-
-    Also return, in words, which differing rows remain unread.
+    """Make batches for rows of the embedding and the position table that differ but are not yet in the test inputs.
 
     Args:
         source: the reference.
         target: the candidate.
-        rows: the indices of the rows of each table that differ.
-        batches: the probe.
+        rows: the indices of the rows that differ, by table.
+        batches: the test inputs (the probe).
         required: whether the two models need the same bytes. If so, a few rows are enough to show the effect.
-        long: read all differing rows.
+        long: make batches for all differing rows.
         up_to: the longest sequence that matters, in tokens.
+
+    Returns:
+        The new batches, and messages about the differing rows that remain without a batch.
     """
     tokens = max(batch.input_ids.shape[1] for batch in batches)
     supported = None if source.architecture is None else source.architecture.takes(source.spec)
@@ -220,7 +221,9 @@ class Reached:
 
 
 def _too_many(unread: np.ndarray, name: str) -> str:
-    """Return a message that says which rows of the table `name` no batch reads. `unread` are their indices."""
+    """Return a message about rows of the table `name` that differ and that no batch reads. `unread`
+    are their indices.
+    """
     if len(unread) == 1:
         return f"row {unread[0]:,} of {name}, which holds other values and which no batch reads: --long has it read"
     rows = f"{len(unread):,} rows of {name}, {unread[0]:,} the first"

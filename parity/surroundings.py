@@ -69,8 +69,7 @@ def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
 
     Returns:
         For each layer of B, the layer of A with the same weights, or None for a new layer. The result is None if no
-        layer
-        moved, or if the layers of a model are too similar to each other to decide.
+        layer moved, or if the layers of a model are too similar to each other to decide.
     """
     if len(a.spec.blocks) == len(b.spec.blocks):
         return None

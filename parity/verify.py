@@ -1,12 +1,14 @@
 """Compare the logits and the bytes of a checkpoint with transformers', or with those of another checkpoint.
 
-There are two separate verdicts. Bytes: every tensor must survive its layout in both directions, and two checkpoints are
-compared tensor by tensor. Function: the logits on the probe. A part that was not compared is reported, and the result
-is then no pass. Logits that are not equal to the last bit must meet two conditions, both measured in the same run:
+There are two separate verdicts. Bytes: every tensor must be the same after a conversion to gptkit's tensors and back,
+and two checkpoints are compared tensor by tensor. Function: the logits must agree on the test inputs (the probe). A
+part that was not compared is reported, and the result is then no pass. Logits that are not equal to the last bit must
+meet two conditions, both measured in the same run:
 
-1. In fp64 the functions differ by no more than the rounding to fp32 in both models explains. The bound is always fp32's
-   noise, in every dtype, because transformers computes parts of an "fp64" model in fp32.
-2. The candidate rounds no worse than the reference. Otherwise it could widen its own allowance.
+1. In fp64 the logits of the two models differ by no more than the rounding to fp32 in both explains. The bound is
+   always fp32's noise, in every dtype, because transformers computes parts of an "fp64" model in fp32.
+2. The candidate's rounding errors are no larger than the reference's. Otherwise a candidate could widen its own
+   allowance.
 
 Two kinds of change escape this comparison. The first is below fp32's noise on the probe: a tiny eps, or a bias that
 softmax cancels. The second is another way to round in bf16 with an error of bf16's size (rounded rotary tables make 1.0
@@ -101,7 +103,7 @@ class Noise:
 
     @property
     def explains(self) -> bool:
-        """Return whether rounding explains the difference between the two models."""
+        """Return whether the difference is within the rounding noise, and the candidate does not round worse."""
         return self.functions <= self.allowed and not self.imprecise
 
 
@@ -143,7 +145,7 @@ class Verification(Shown):
 
     @property
     def passed(self) -> bool:
-        """Return whether the models are the same on a probe that detects every deliberate mistake."""
+        """Return whether the models are the same, and the probe detects every deliberate mistake."""
         return self.same and not (self.score is not None and self.score.missed)
 
     @property
@@ -195,10 +197,10 @@ def verify(
             all rows of the embedding table that differ.
         up_to: the longest sequence that matters, in tokens; effects beyond this length are no difference.
         mutations: make deliberate mistakes and count those that the probe detects. By default gptkit makes them in the
-            model itself for up to 50 million parameters, else in a small model of the same tree with random weights.
+            model itself for up to 50 million parameters, else in a small copy of the model with random weights.
         bisected: compare component by component; by default if the models differ and have at most 50M parameters.
-        damaged: measure what a change costs by position, by layer and by component. By default gptkit does this where
-            the trees and the functions differ, for up to 50 million parameters.
+        damaged: measure what a change costs by position, by layer and by component. By default gptkit does this if both
+            the architectures and the logits differ, for up to 50 million parameters.
         text: returns the token ids on which perplexity is measured, given the opened reference; None without a text.
         stream: run both models one layer at a time from their files.
         offline: use local files and the hub's cache only.
@@ -210,7 +212,7 @@ def verify(
         InvalidInput, Offline: as in `open_checkpoint`; also for different vocabularies and logits that are not finite.
         UsageError: transformers lacks this attention path; there is no tokenizer for the prompts; `damaged` was given
             without a second model.
-        CannotExpress: no transformers class computes the reference's tree.
+        CannotExpress: no transformers class computes the reference.
     """
     if damaged and other is None:
         hint = "Write gptkit verify ORIGINAL CHANGED --damage"

@@ -306,8 +306,9 @@ class _Arrangement:
     boxes.
 
     Attributes:
-        columns: the left and right edges of the columns (lanes), by group of operations (stage). inside: the names of
-      the operations in the frame around experts, by group. width: the width of the drawing.
+        columns: the left and right edges of the columns (lanes), by group of operations (stage).
+        inside: the names of the operations in the frame around experts, by group.
+        width: the width of the drawing.
     """
 
     def __init__(self, graph: _Lanes, metrics: Metrics, sizes: Mapping[str, Size], stages: Sequence[str]) -> None:

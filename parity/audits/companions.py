@@ -10,7 +10,7 @@ from .subject import Finding, Subject
 
 
 def compare_companions(subject: Subject) -> Iterator[Finding]:
-    """Report small files of the source that are missing here or differ."""
+    """Report small files that the source (the original model) has and this checkpoint lacks, or that differ."""
     if subject.source is None or "gguf" in (subject.files.format, subject.source.format):
         return
     ours, theirs = _companions(subject.files), _companions(subject.source)

@@ -218,7 +218,7 @@ def _effect_of_field(subject: Subject, source: Subject, edited: ModelSpec) -> st
 
 
 def _effect_of_all(subject: Subject, source: Subject) -> Iterator[Finding]:
-    """Report how much the logits of the two models differ, with all of their changes."""
+    """Report how much the logits of the checkpoint differ from those of its source, with all changes together."""
     opened = _opened(subject, source)
     if opened is None:
         message = "the effect on logits was not measured"
