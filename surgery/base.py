@@ -1,14 +1,15 @@
-"""The definition of a swap: a change from one model to another, with a recipe for every new tensor.
+"""The definition of a swap: a change from one model to another, with instructions for computing every new tensor.
 
-Nothing is computed before the result is written, one tensor at a time. A *computed* tensor is computed in fp64 and
-rounded once, when it is stored. A *moved* tensor has only copied, repeated or zero-padded values, and keeps its dtype
-and every bit. The model after a swap is again a model with weights, so several swaps run without a file between them.
+A swap computes no tensor itself. The tensors are computed one at a time when the output is written. A *computed* tensor
+is computed in fp64 and rounded once, when it is stored. A *moved* tensor has only copied, repeated or zero-padded
+values, and keeps its dtype and every bit. The model after a swap is again a model with weights, so several swaps run
+without a file between them.
 
 A swap declares its guarantee:
 
-exact        the new model computes the same function up to rounding; this is measured from the written files
-approximate  the new model computes nearly the same function; the difference is measured and reported
-retrained    the new model is useless until it is trained
+- exact: the new model computes the same function up to rounding; this is measured from the written files
+- approximate: the new model computes nearly the same function; the difference is measured and reported
+- retrained: the new model is useless until it is trained
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _T = TypeVar("_T")
 
 
 def weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
-    """Return the weakest of the guarantees of several swaps, which is the guarantee of all of them together."""
+    """Return the weakest of several guarantees. This is the guarantee of the swaps run one after the other."""
     return max(guarantees, key=ORDER.index, default="exact")
 
 
@@ -86,7 +87,7 @@ class StoredModel:
 
 
 class Read:
-    """Answers to the questions of `facts.WeightFacts`, read from the weights of a model."""
+    """The answers to the questions of `facts.WeightFacts`, found by reading the weights of a model."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -119,7 +120,7 @@ _ROWS = 4096  # rows of two tensors that are compared at once
 
 
 def differing(model: Model, first: str, second: str) -> Iterator[int]:
-    """Compare two tensors, a block of rows at a time, and yield for every block how many of its rows differ.
+    """Compare two tensors in blocks of rows. Yield for every block the number of rows that differ.
 
     Tensors of the same dtype are compared as they are stored. Computed tensors are compared in fp64, before rounding.
     """
@@ -134,9 +135,10 @@ def differing(model: Model, first: str, second: str) -> Iterator[int]:
 
 
 def origin_of(model: Model) -> tuple[Origin, bool]:
-    """Return where a model comes from, and whether the other files in its folder belong to it.
+    """Return the origin of the checkpoint that a model comes from, and whether the checkpoint has a folder of its own.
 
-    The files next to a GGUF file may belong to another model.
+    Files in the same folder as a GGUF file, such as a tokenizer, may belong to another model. The second value is then
+    False.
     """
     while isinstance(model, SwappedModel):
         model = model.before
@@ -150,21 +152,21 @@ def origin_of(model: Model) -> tuple[Origin, bool]:
 
 @dataclass(frozen=True)
 class Computed:
-    """A tensor that is computed in fp64 from the tensors of the old model."""
+    """A tensor of the new model that the function `make` computes in fp64 from the old model."""
 
     make: Callable[[Model], Wide]
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A tensor whose values are moved from old tensors.
+    """A tensor of the new model whose values are copied from tensors of the old model."""
 
-    `move` gets the arrays of the old tensors in a common dtype, and returns the new array. Without `move`, the old
-    tensor only gets another name.
-    """
-
-    sources: tuple[str, ...] | str
+    sources: tuple[str, ...] | str  # the names of the old tensors
     move: Callable[..., Array] | None = None
+    """A function that gets the arrays of the old tensors, converted to one dtype, and returns the new array.
+
+    With None, the tensor only gets another name.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -173,17 +175,14 @@ class Moved:
 
 @dataclass(frozen=True)
 class Filled:
-    """A new tensor of values that every floating point dtype has (0, 1, -1, ½), in the dtype of the tensor `like`.
-
-    `value` is one number, or a function that returns all of them.
-    """
+    """A new tensor whose values are exact in every floating point dtype, such as 0, 1, -1 or ½."""
 
     shape: tuple[int, ...]
-    value: float | Callable[[], Wide]
-    like: str
+    value: float | Callable[[], Wide]  # the number that fills the tensor, or a function that returns the array
+    like: str  # the name of the old tensor whose dtype the new tensor gets
 
     def wide(self) -> Wide:
-        """Return the values."""
+        """Return the tensor in fp64."""
         return self.value() if callable(self.value) else np.full(self.shape, self.value)
 
 
@@ -192,13 +191,13 @@ Tensor = Computed | Moved | Filled
 
 @dataclass(frozen=True)
 class Promise:
-    """The part of the logits that the guarantee of a swap is about. The default is all logits."""
+    """The tokens and sequence lengths for which the guarantee of a swap holds. By default, it holds for all."""
 
     tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # old and new ids of the kept tokens; None: all
     length: int | None = None  # the largest length of a sequence in tokens; None: any
 
     def then(self, later: Promise) -> Promise:
-        """Return the promise of this swap followed by a later one."""
+        """Return the tokens and sequence lengths for which the guarantee holds after this swap and a later one."""
         lengths = [length for length in (self.length, later.length) if length is not None]
         tokens = self.tokens or later.tokens
         if self.tokens is not None and later.tokens is not None:
@@ -210,27 +209,27 @@ class Promise:
 
 @dataclass(frozen=True)
 class Swapped:
-    """The result of a swap: the new model's components, and recipes for its tensors.
+    """The result of a swap: the new model's components, and instructions for computing its tensors.
 
-    A tensor without a recipe is copied from the tensor of the same name in the old model.
+    A tensor that is not in `tensors` is copied from the tensor of the same name in the old model.
     """
 
     spec: ModelSpec
     guarantee: Guarantee
     tensors: Mapping[str, Tensor]
-    summary: Mapping[str, Any] = field(default_factory=dict)  # the record that the output stores, JSON values
-    notes: tuple[str, ...] = ()  # for the user
+    summary: Mapping[str, Any] = field(default_factory=dict)  # what the output's manifest.json says about the swap
+    notes: tuple[str, ...] = ()  # messages for the user
     promise: Promise = Promise()
     texts: Mapping[str, bytes | None] = field(default_factory=dict)  # changed tokenizer files by name; None removes one
     against: Callable[[Model], Model] | None = None
-    """A function of the old model that returns the model to compare the new one with, if that is not the old model.
+    """A function of the old model that returns the model with which the new model is compared. None: the old model.
 
-    After an adapter is merged, for example, this is the base model with the adapter next to it.
+    If a LoRA adapter was merged, for example, the function returns the base model with the adapter not merged.
     """
 
 
 class SwappedModel:
-    """The model after a swap. Its tensors are computed from those of the old model on demand.
+    """The model after a swap. Each of its tensors is computed from the old model when it is requested.
 
     `stored` is the dtype in which computed tensors are stored.
     """
@@ -249,7 +248,7 @@ class SwappedModel:
         return self.swapped.tensors.get(name) or Moved(name)
 
     def computed(self, name: str) -> bool:
-        """Return whether this swap or an earlier one computes the tensor, rather than moving it."""
+        """Return whether this swap or an earlier one computes the tensor. Otherwise its values are only copied."""
         how = self._how(name)
         if isinstance(how, Moved):
             return isinstance(self.before, SwappedModel) and any(self.before.computed(source) for source in how.names)
@@ -302,7 +301,7 @@ class SwappedModel:
 
 
 class Exactly:
-    """A view of a model in which all tensors are fp64. Computed tensors are not rounded for storage."""
+    """A view of a model that returns all tensors in fp64. Computed tensors are not rounded to their stored dtype."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.spec, self.release = model, model.spec, model.release
@@ -318,21 +317,21 @@ Index = NDArray[np.int64]  # the old entries in the order of the new ones, or -1
 
 
 def gather(array: Array, index: Index, axis: int) -> Array:
-    """Return the entries of `array` along `axis` that `index` names, and zeros for -1."""
+    """Return the entries of an array at the indices `index` along an axis, with zeros where the index is -1."""
     entries = np.take(array, np.maximum(index, 0), axis=axis)
     entries[(slice(None),) * axis + (index < 0,)] = 0
     return entries
 
 
 def taken(name: str, index: Index, axis: int = 0) -> Moved:
-    """Return the recipe that picks the entries of a tensor along one axis that `index` names. Every bit is kept."""
+    """Return a tensor with the entries of the tensor `name` at the indices `index` along an axis. -1 gives zeros."""
     return Moved(name, lambda array: gather(array, index, axis))
 
 
 def scaled(name: str, index: Index, factor: float, axis: int = 0) -> Tensor:
-    """Return the recipe that picks entries as `taken` does, and multiplies them by a factor.
+    """Return a tensor that has the entries of the tensor `name` at the indices `index`, multiplied by a factor.
 
-    If the factor is 1, the values are only moved.
+    If the factor is 1, the values are only copied, and keep every bit.
     """
     if factor == 1.0:
         return taken(name, index, axis)
@@ -340,16 +339,21 @@ def scaled(name: str, index: Index, factor: float, axis: int = 0) -> Tensor:
 
 
 def padded(old: int, new: int, repeat: bool = False) -> Index:
-    """Return the index that pads `old` entries to `new` entries, with zeros, or with `repeat` by repeating the old."""
+    """Return the indices that extend an axis from `old` to `new` entries.
+
+    The additional entries are zeros (-1). With `repeat`, they repeat the old entries from the first one on.
+    """
     index = np.arange(new)
     return index % old if repeat else np.where(index < old, index, -1)
 
 
 def by_head(heads: Index, within: Index, size: int) -> Index:
-    """Return the index of the new heads' entries along an axis that stores old heads of `size` entries one by one.
+    """Return the indices for an axis that stores heads one after the other, if heads and their elements are rearranged.
 
-    `heads` names the old head of every new head, and `within` the old entry of every new entry in a head. -1 means
-    zeros.
+    Args:
+        heads: For each new head, the number of the old head that it copies, or -1 for zeros.
+        within: For each element of a new head, the number of the old element that it copies, or -1 for zeros.
+        size: The number of elements of an old head.
     """
     index = heads[:, None] * size + within[None, :]
     return np.where((heads[:, None] < 0) | (within[None, :] < 0), -1, index).reshape(-1)

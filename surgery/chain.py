@@ -1,8 +1,9 @@
-"""Run swaps one after the other on an opened checkpoint, without computing a tensor or writing a file.
+"""Run several swaps one after the other on an opened checkpoint, without writing a file.
 
-The last step may convert the result for a Hugging Face family. A family can express a model if the family's config.json
-describes the model completely. Rounding may differ, and biases of zeros may be added or removed for this. If no family
-can express the model, `remedies` names the swaps that would help.
+After the swaps, the model can be converted for a Hugging Face family. The family must be able to express the model: its
+config.json must describe all components, and its checkpoints must store all parameters. Only details of rounding may
+differ. For this, gptkit may add biases that are zero, or remove such biases. If no family can express the model,
+`remedies` names swaps that would make it possible.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +32,12 @@ from .remedies import in_the_way
 
 @dataclass(frozen=True)
 class Chain:
-    """The result of several steps. The tensors of the result are not computed yet."""
+    """The result of several swap steps. The tensors of the new model are not computed yet."""
 
-    steps: tuple[Step, ...]  # in the forms that were chosen
-    swapped: tuple[Swapped, ...]
-    models: tuple[Model, ...]  # before the first step, after the first, and so on
-    tried: tuple[tuple[Tried, ...], ...] = ()  # for each step the forms that were compared, the best first
+    steps: tuple[Step, ...]  # the steps that ran; a step may be a better variant of the requested one (`choice`)
+    swapped: tuple[Swapped, ...]  # the result of each step
+    models: tuple[Model, ...]  # the model before the first step, the model after the first step, and so on
+    tried: tuple[tuple[Tried, ...], ...] = ()  # for each step, the variants that were compared, the best first
 
     @property
     def spec(self) -> ModelSpec:
@@ -48,7 +49,7 @@ class Chain:
 
     @property
     def promise(self) -> Promise:
-        """Return the part of the logits that the guarantee of all steps together is about."""
+        """Return the tokens and sequence lengths for which the guarantee of all steps together holds."""
         whole = Promise()
         for swapped in self.swapped:
             whole = whole.then(swapped.promise)
@@ -56,7 +57,10 @@ class Chain:
 
     @property
     def against(self) -> Model:
-        """Return the model to compare the result with: the original, or for a merged adapter the base model with it."""
+        """Return the model with which the result is compared.
+
+        This is the original model, or if an adapter was merged, the base model with the adapter not merged.
+        """
         for before, swapped in reversed(list(zip(self.models, self.swapped, strict=False))):
             if swapped.against is not None:
                 return swapped.against(before)
@@ -64,7 +68,7 @@ class Chain:
 
     @property
     def merges(self) -> bool:
-        """Return whether the result is compared with a base model and its adapter, because a step merged one."""
+        """Return whether a step merged an adapter, so that the result is compared with base model and adapter."""
         return any(swapped.against is not None for swapped in self.swapped)
 
     @property
@@ -73,12 +77,12 @@ class Chain:
 
     @property
     def texts(self) -> dict[str, bytes | None]:
-        """Return the tokenizer files that change, by name, with None for a removed file."""
+        """Return the new contents of the tokenizer files that change, by file name. None stands for a removed file."""
         return {name: text for swapped in self.swapped for name, text in swapped.texts.items()}
 
     @property
     def calibration(self) -> Mapping[str, Any]:
-        """Return the text that steps were fitted on (its name, sha256 and tokens), or an empty mapping."""
+        """Return name, sha256 and number of tokens of the text that steps were fitted on, or {} if none was fitted."""
         return next(
             (swapped.summary["calibration"] for swapped in self.swapped if "calibration" in swapped.summary), {}
         )
@@ -90,7 +94,7 @@ class Chain:
         return last.stored if isinstance(last, SwappedModel) else "F64"
 
     def computed(self, name: str) -> bool:
-        """Return whether some step computes this tensor of the result, rather than only moving its values."""
+        """Return whether a step computes this tensor of the result. Otherwise its values are only copied."""
         last = self.models[-1]
         return isinstance(last, SwappedModel) and last.computed(name)
 
@@ -107,7 +111,7 @@ def chain(
     leaves: bool = False,
     settled: int | None = None,
 ) -> Chain:
-    """Run steps on an opened checkpoint. No tensor is computed unless forms of a step are compared.
+    """Run swap steps on an opened checkpoint. No tensor is computed unless several variants of a step are compared.
 
     Args:
         source: The opened checkpoint.
@@ -118,11 +122,12 @@ def chain(
         text: A function that returns the text for calibrated swaps in the checkpoint's vocabulary, or raises NoText.
         offline: Do not fetch adapters from the hub.
         allow_pickle: Read adapters in pickles.
-        names: The names of the steps in errors. By default, a step is named by its number and option, if there are
-            several steps.
+        names: The names of the steps in error messages. By default, a step is named by its number and option, if there
+            are several steps.
         leaves: Whether the result becomes Hugging Face files.
-        settled: The first `settled` steps run in the requested form, and are fitted on 2,048 tokens unless they name a
-            number of tokens. For the later steps, the best form is chosen. The default is all steps.
+        settled: The number of steps at the start of `steps` that run exactly as given. They are fitted on 2,048 tokens
+            unless they name a number of tokens. For each later step, gptkit compares several variants on the text, and
+            runs the best one. With None, all steps run as given.
 
     Raises:
         SwapRefused: A precondition of a step does not hold.
@@ -142,11 +147,11 @@ def chain(
     promise, tried = Promise(), list[tuple[Tried, ...]]()
 
     def make(step: Step) -> tuple[Swapped, bool]:
-        """Return the result of a step on the current model, and whether it used the text."""
+        """Run a step on the current model. Return its result, and whether it used the calibration text."""
         used = list[CalibrationText]()
 
         def calibration() -> Calibration:
-            """Return the text in the vocabulary of the current model."""
+            """Return the calibration text in the vocabulary of the current model."""
             fitted = None if swap_for(step.option, step.value).chooses else TOKENS
             used.append(read().cut(step.tokens or fitted))
             return Calibration(used[0].renamed(promise), models[-1].spec)
@@ -190,7 +195,7 @@ def chain(
 
 
 def _is_there(text: Callable[[], CalibrationText]) -> bool:
-    """Return whether there is a text. Errors in a text that the user gave are raised."""
+    """Return whether there is a calibration text. If the user gave a text that cannot be read, its error is raised."""
     try:
         text()
     except (NoText, MissingComponent):
@@ -202,14 +207,14 @@ def _is_there(text: Callable[[], CalibrationText]) -> bool:
 
 
 def _zero_in(model: Model) -> Zero:
-    """Return a function that tells whether all values of a bias, given by name, are zero. It reads a bias only once."""
+    """Return a function of a bias's name that returns whether the bias is all zeros. It reads each bias only once."""
     return cache(lambda name: not np.any(model.wide(name)))
 
 
 def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architecture, Swapped | None]:
-    """Return the Hugging Face family that can express a model, and the last step, which makes the model fit its config.
+    """Find a Hugging Face family that can express a model, and the step that makes the model fit the family.
 
-    The step adds or removes biases of zeros. It is None if that is not needed.
+    This last step adds or removes biases that are zero. It is None if the model fits already.
 
     Args:
         model: The model after all swaps.
@@ -232,9 +237,10 @@ def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architect
 
 
 def _into(model: Model, spec: ModelSpec, architecture: Architecture) -> Swapped | None:
-    """Return the step that turns a model into `spec`, the same model as a family's config describes it.
+    """Return the step that gives a model the components `spec`, as a family's config describes the same model.
 
-    Return None if the two are the same.
+    The step adds biases of zeros that the family needs, and removes those that it lacks. Return None if the components
+    are the same.
     """
     if spec == model.spec:
         return None
@@ -253,7 +259,10 @@ def _into(model: Model, spec: ModelSpec, architecture: Architecture) -> Swapped 
 
 
 def _dtype_source(model: Model, name: str) -> str:
-    """Return the tensor whose dtype a new bias gets: the weight of the same linear, or else one in the widest dtype."""
+    """Return the name of the tensor whose dtype the new bias `name` gets.
+
+    This is the weight of the same linear. If there is none, it is a tensor with the widest dtype of the model.
+    """
     dtypes = {parameter.name: model.dtype(parameter.name) for parameter in model.spec.parameters()}
     weight = f"{name.removesuffix('bias')}weight"
     wide = widest(list(set(dtypes.values())))
@@ -268,7 +277,7 @@ def _kinds(names: Sequence[str]) -> str:
 
 
 def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, Chain]:
-    """Return the Hugging Face family for the result of a chain, and the chain with the step of `leave` at its end.
+    """Return the Hugging Face family for the result of a chain, and the chain with the additional last step of `leave`.
 
     Raises the errors of `leave`.
     """

@@ -1,9 +1,10 @@
-"""The choice between forms of a step: the number of tokens to fit on, and simpler forms that may be better.
+"""Choose between variants of a swap step: fits on more or less text, and simpler variants without a fit.
 
 More text improves a fit, and takes longer. So a step is fitted on 2,048 tokens, then on four times as many, and so on.
 This stops if more text reduces the KL by less than 2 %, if the text ends, or if the model is too large. The simpler
-forms of a swap (`Swap.cheaper`) are tried as well. All are compared by the KL divergence from the model before the
-step, on a part of the text that is used for nothing else (`CalibrationText.choosing`).
+variants that a swap declares (`Swap.cheaper`) are tried as well. The variant with the least KL divergence from the
+model before the step is chosen. The KL is measured on a part of the text that is used for nothing else
+(`CalibrationText.choosing`).
 """
 
 import math
@@ -24,13 +25,13 @@ _WORK = 10**12  # tokens · parameters that a fit may take beyond `TOKENS` token
 
 @dataclass(frozen=True)
 class Tried:
-    """A form of a step that was run and measured."""
+    """A variant of a swap step that was run and measured."""
 
-    step: Step  # the form, with the number of tokens that it was fitted on, if any
+    step: Step  # the variant; its `tokens` is the number of tokens that it was fitted on, or None without a fit
     kl: float  # the KL divergence of the model after the step from the one before it, in nats per token
 
     def named(self, asked: Step) -> str:
-        """Name the form in a sentence, by what differs from the requested step `asked`."""
+        """Describe how the variant differs from the requested step, such as "fitted on 8,192 tokens"."""
         if self.step.tokens is not None and self.step.value == asked.value:
             return f"fitted on {self.step.tokens:,} tokens"
         if self.step.value != asked.value:
@@ -39,9 +40,10 @@ class Tried:
 
 
 def sizes(step: Step, text: CalibrationText, parameters: int) -> list[int]:
-    """Return the numbers of tokens to fit a step on, the smallest first.
+    """Return the numbers of tokens on which a step should be fitted, in ascending order.
 
-    If the step itself gives a number of tokens, only that is returned. `parameters` is the size of the model.
+    If the step itself gives a number of tokens, only that one is returned. `parameters` is the model's number of
+    parameters; the fit of a large model gets fewer tokens.
     """
     most = len(text.fitted)
     if step.tokens is not None:
@@ -55,7 +57,7 @@ def sizes(step: Step, text: CalibrationText, parameters: int) -> list[int]:
 
 
 def may_choose(step: Step) -> bool:
-    """Return whether a step has other forms, or numbers of tokens, to choose from."""
+    """Return whether a step has several variants to choose from: simpler ones, or fits on more tokens."""
     swap = swap_for(step.option, step.value)
     return bool(swap.others(step)) or (swap.calibrated and not swap.chooses and not step.approximate)
 
@@ -63,15 +65,15 @@ def may_choose(step: Step) -> bool:
 def choose(
     before: Model, asked: Step, text: CalibrationText, make: Callable[[Step], tuple[Swapped, bool]]
 ) -> tuple[list[Tried], Swapped, SwappedModel]:
-    """Try the forms of a step. Return the forms, the best first, and the result and model of the best.
+    """Run the variants of a step. Return the measured variants, the best first, and result and model of the best one.
 
-    A step that is exact, or that has only one form, is run but not measured.
+    A step that is exact, or that has only one variant, is run but not measured.
 
     Args:
         before: The model before the step.
         asked: The requested step.
-        text: The text to fit and to choose on, in the vocabulary of `before`.
-        make: A function that runs one form. It returns the result, and whether it used the text.
+        text: The calibration text in the vocabulary of `before`.
+        make: A function that runs one variant. It returns the result, and whether the variant used the text.
     """
     first, *larger = sizes(asked, text, sum(parameter.count for parameter in before.spec.parameters()))
     judge, forms, best = (
@@ -81,7 +83,7 @@ def choose(
     )
 
     def try_out(step: Step, swapped: Swapped, drew: bool) -> None:
-        """Measure a form, and remember its result if it is the best so far. `drew`: whether it used the text."""
+        """Measure a variant, and keep its result if it is the best so far. `drew` says whether it used the text."""
         model = SwappedModel(before, swapped)
         measured = judge.compare(model, swapped.promise) if choice else None
         kl = math.inf if measured is None or not math.isfinite(measured["kl_text"]) else measured["kl_text"]
@@ -110,7 +112,7 @@ def choose(
 
 
 def reasons(tried: Sequence[Tried], asked: Step) -> Iterator[str]:
-    """Yield one line about which form was chosen and why, or nothing if only one was tried."""
+    """Yield one line for the user with the KL of every variant that was tried. Yield nothing if only one was tried."""
     best, *worse = tried
     if worse:
         rest = ", ".join(f"{form.named(asked)} {form.kl:.4f}" for form in worse)

@@ -1,9 +1,9 @@
 """The questions that a swap asks about the weights before it decides the new model. No torch, no numpy.
 
-A swap decides the new model from the old one and a few facts: is this bias zero, are these heads equal? With weights,
-`base.Read` reads the answers. With shapes alone (`params --swap`), `Assumed` answers for typical trained weights: no
-value is zero, no two tensors are equal, nothing cancels. It notes that the answer is an assumption. If an earlier swap
-filled or copied a tensor, answers about this tensor are certain.
+A swap decides the new model from the old components and a few facts: is this bias zero, are these heads equal? With
+weights, `base.Read` reads the answers. If only shapes are known (`params --swap`), `Assumed` answers for typical
+trained weights: no value is zero, no two tensors are equal, nothing cancels. It also records that the answer is an
+assumption. If an earlier swap filled or copied a tensor, answers about this tensor are certain.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Copies of a tensor have the same object.
 
 
 class TextWanted(GptkitError):
-    """The error that a swap has to run the model on a text, but there is no text, or there are no weights."""
+    """The error that a swap must run the model on a text, but there is no text, or there are no weights."""
 
 
 class WeightFacts(Protocol):
     """The questions that a swap may ask about weights. Tensors that the model does not have count as zeros."""
 
     def filled(self, value: float, *names: str) -> bool:
-        """Return whether every element of these tensors is this number."""
+        """Return whether every element of these tensors equals `value`."""
         ...
 
     def zero(self, *names: str) -> bool:
@@ -44,23 +44,29 @@ class WeightFacts(Protocol):
         ...
 
     def ask(self, question: Callable[[Model], _T], trained: _T, zeros: _T) -> _T:
-        """Answer another question about the weights.
+        """Call `question` with the model, and return its answer.
 
-        Without weights, the answer is `trained`, the answer for typical trained weights, or `zeros`, the answer if all
-        weights are zero.
+        Args:
+            question: A function that reads weights of the model.
+            trained: The answer for typical trained weights. It is returned if the weights are not known.
+            zeros: The answer for weights that are all zero. It is returned instead of `trained` by
+                `Assumed(zeros=True)`.
         """
         ...
 
     def run(self, question: Callable[[Model], _T]) -> _T:
-        """Answer a question for which a text has to run through the model. Raises TextWanted without weights."""
+        """Call `question`, which runs the model on a text, and return its answer. Raises TextWanted without weights."""
         ...
 
 
 class Assumed(WeightFacts):
-    """Answers for a model whose weights are not known: those for typical trained weights.
+    """The answers for a model whose weights are not known. They hold for typical trained weights.
 
-    `known` has the contents of tensors that are known, by name. With `zeros`, the answers are those for a model whose
-    weights are all zero. The attribute `assumed` is True once an answer was an assumption.
+    Args:
+        known: The known contents of tensors, by name.
+        zeros: Answer for a model whose weights are all zero instead.
+
+    The attribute `assumed` is True after a question whose answer was an assumption.
     """
 
     def __init__(self, known: Mapping[str, Value] | None = None, zeros: bool = False) -> None:

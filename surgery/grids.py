@@ -22,10 +22,7 @@ class Grid:
     high: int  # the largest n
 
     def column(self, values: Wide, number: int, width: int) -> Wide:
-        """Round one column of a weight, `values` (out,), to the grid.
-
-        `number` is the index of the column, and `width` the number of columns of the weight.
-        """
+        """Round column `number` of a weight to the grid. `values` is (out,), and the weight has `width` columns."""
         group = number * self.step.shape[1] // width
         step, zero = self.step[:, group], self.zero[:, group]
         return np.asarray(np.clip(np.rint((values - zero) / step), self.low, self.high) * step + zero)

@@ -1,4 +1,4 @@
-"""Measure from the written files whether a swap keeps its guarantee."""
+"""Check from the written files whether a swap keeps its guarantee."""
 
 import math
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def measured_from_files(
 ) -> Measurement:
     """Compare the logits of the written files with the original's, on gptkit's test inputs and on the text, if any.
 
-    Raises GptkitError if the swaps should be exact and are not, and InvalidInput if logits are not finite.
+    Raises GptkitError if the swaps are declared exact but are not, and InvalidInput if logits are not finite.
     """
     written = StoredModel(open_checkpoint(folder))
     measurement = measure(done.against, written, promise=done.promise, text=text)
@@ -64,7 +64,10 @@ def measured_from_files(
 
 
 def steps_alone(done: Chain, text: CalibrationText | None) -> tuple[Measurement, ...]:
-    """Compare the model after every step with the model before the step, in fp64 and before rounding for storage."""
+    """Measure each step alone: compare the model after the step with the model before it, in fp64.
+
+    Tensors are not rounded to the dtype in which they are stored.
+    """
     measurements = []
     for before, swapped, after in zip(done.models, done.swapped, done.models[1:], strict=False):
         against = Exactly(before if swapped.against is None else swapped.against(before))
@@ -75,11 +78,11 @@ def steps_alone(done: Chain, text: CalibrationText | None) -> tuple[Measurement,
 
 
 def _require_exact(done: Chain, stored: str, measurement: Measurement, rounds: bool) -> None:
-    """Raise GptkitError if a swap that should be exact is not.
+    """Raise GptkitError if a swap that is declared exact is not.
 
-    If the files store the computed tensors without rounding, exactness is measured from the files, in fp64 and fp32.
-    Otherwise (`rounds`), exactness in fp64 is measured from the tensors before rounding, and files in fp32 must still
-    be exact in fp32.
+    If the written files store the computed tensors without rounding, exactness is measured from the files, in fp64 and
+    fp32. If the files round them (`rounds`), exactness in fp64 is measured from the tensors before rounding, and files
+    in fp32 must still be exact in fp32.
 
     In a model with a large mean in its residual stream, or with layers that amplify errors, rounding alone may exceed
     the fp32 bound. This is an error too, and the message names fp32.
@@ -101,9 +104,9 @@ def _require_exact(done: Chain, stored: str, measurement: Measurement, rounds: b
 
 
 def plain_form(source: Checkpoint, done: Chain, text: CalibrationText | None) -> Measurement | None:
-    """Measure in fp32 how much the logits would change if no step were fitted on a text (`--approximate`).
+    """Measure how much the logits would change if the same steps ran without fits on a text (`--approximate`), in fp32.
 
-    Return None if no step was fitted, or if a step has no such form.
+    Return None if no step was fitted, or if a step cannot run without a fit.
     """
     if text is None or not done.calibration:
         return None

@@ -1,4 +1,4 @@
-"""Queries about a model and its layers, and models with some layers changed.
+"""Functions for models and their layers: the linears that read from and write to the residual stream, heads, experts.
 
 The roles of parameters tell which linears read the residual stream and which write into it. A *reader* is a linear
 whose input is a norm's output; its weight is [out, hidden]. A *writer* is a linear whose output is added to the stream;
@@ -43,15 +43,19 @@ def in_words(layers: Sequence[int]) -> str:
 
 
 def one_or_all(numbers: Iterable[int]) -> int | list[int]:
-    """Return the numbers of several layers for a JSON record: one number if they are equal, else the sorted list."""
+    """Return the numbers of several layers for a JSON record: one number if they are equal, else a list.
+
+    The list is sorted, and has each number once.
+    """
     different = sorted(set(numbers))
     return different[0] if len(different) == 1 else different
 
 
 def guarantee_of(changed: int, layers: int) -> Guarantee:
-    """Return the guarantee of a lossy change in `changed` of `layers` layers.
+    """Return the guarantee of a change that is not exact, by the share of layers that it changes.
 
-    The change must be of a kind that does little damage in one layer, such as parallel instead of serial blocks.
+    `changed` is the number of changed layers, and `layers` that of all layers. The change must be of a kind that does
+    little damage in one layer, such as parallel instead of serial blocks.
     """
     return "exact" if not changed else "approximate" if changed <= max(1, layers // _FEW) else "retrained"
 
@@ -60,19 +64,31 @@ def guarantee_of(changed: int, layers: int) -> Guarantee:
 
 
 def tensors_of(path: str, record: Component, *parts: str) -> list[str]:
-    """Return the names of the weights and biases of a component: those of some parts, such as "q_proj", or all."""
+    """Return the tensor names of a component. With `parts`, such as "q_proj", return only the tensors of these parts.
+
+    `path` is the path of the component in the model.
+    """
     shapes = list(record.shapes())
     return [f"{path}.{name}" for part in parts or [""] for name in shapes if not part or name.startswith(f"{part}.")]
 
 
 def unknown(where: str, component: object, expected: str) -> SwapRefused:
-    """Return the error that a swap does not support a component, which the message names by its class."""
+    """Return the error that a swap does not support the kind of a component, or that the component is missing.
+
+    Args:
+        where: The place of the component, for the message.
+        component: The component, or None.
+        expected: What the swap needs instead, for the message.
+    """
     problem = "is missing" if component is None else f"is of the kind {type(component).__name__}"
     return SwapRefused(f"{where} {problem}, but this swap needs {expected}")
 
 
 def unnormed(path: str, mixer: Component) -> None:
-    """Raise SwapRefused if an attention or feed-forward has a norm or gate right before its output projection."""
+    """Raise SwapRefused if a norm, gate or threshold comes right before the output projection of a mixer.
+
+    `mixer` is an attention or feed-forward, and `path` its path in the model.
+    """
     for name, words in (("mixed_norm", "a norm"), ("inner_norm", "a norm"), ("sparsity", "a threshold")):
         if getattr(mixer, name, None) is not None:
             raise SwapRefused(
@@ -83,7 +99,7 @@ def unnormed(path: str, mixer: Component) -> None:
 
 
 def unclipped(path: str, attention: Attention) -> None:
-    """Raise SwapRefused if an attention clips queries, keys and values. Changed values would be clipped differently."""
+    """Raise SwapRefused if an attention clips queries, keys and values, because clipping depends on their size."""
     if attention.clip is not None:
         raise SwapRefused(
             f"{path} clips queries, keys and values at {attention.clip:g}, which this swap does not support"
@@ -91,7 +107,7 @@ def unclipped(path: str, attention: Attention) -> None:
 
 
 def weighed(path: str, norm: Norm | None, *supported: str) -> None:
-    """Raise SwapRefused if a norm multiplies by something else than its weight, such as 1 + weight.
+    """Raise SwapRefused if a norm does not multiply by its weight, but for example by 1 + weight.
 
     `supported` names other values of `Norm.gain` that are allowed.
     """
@@ -103,9 +119,9 @@ def weighed(path: str, norm: Norm | None, *supported: str) -> None:
 
 
 def regained(norm: Norm, name: str, change: Callable[[Wide], Wide]) -> Callable[[Model], Wide]:
-    """Return a function that computes a norm's weight or bias, the tensor `name`, after `change` was applied.
+    """Return a function that computes a norm's new weight or bias `name` by applying `change` to the old one.
 
-    `change` gets the factor by which the norm multiplies, which may be 1 + weight, or the bias.
+    For a weight, `change` gets and returns the factor by which the norm multiplies, which may be 1 + weight.
     """
     if name.endswith(".bias"):
         return lambda model: change(model.wide(name))
@@ -113,9 +129,9 @@ def regained(norm: Norm, name: str, change: Callable[[Wide], Wide]) -> Callable[
 
 
 def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | None = None) -> dict[int, Attention]:
-    """Return the attentions of these layers. Raises SwapRefused if one is latent attention, without key-value heads.
+    """Return the attentions of some layers. Raises SwapRefused if one is latent attention.
 
-    The message is "layer 3 has latent attention" and the text `latent`, followed by the hint.
+    `latent` is the text that follows "layer 3 has latent attention" in the message, and `hint` an alternative.
     """
     attentions_by_layer = {}
     for layer in layers:
@@ -131,13 +147,16 @@ def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | 
 
 
 def with_blocks(spec: ModelSpec, changed: Mapping[int, Block], **fields: Any) -> ModelSpec:
-    """Return the model with new blocks in some layers (`changed`), and with new values of other `fields`."""
+    """Return the model with new blocks in some layers (`changed`), and with new values of the fields `fields`."""
     blocks = tuple(changed.get(layer, block) for layer, block in enumerate(spec.blocks))
     return replace(spec, blocks=blocks, **fields)
 
 
 def with_mixers(spec: ModelSpec, changed: Mapping[int, Any], **fields: Any) -> ModelSpec:
-    """Return the model with a new attention or feed-forward in some layers, and with new values of other `fields`."""
+    """Return the model with a new attention or feed-forward in some layers, and new values of the fields `fields`.
+
+    `changed` has the new attention or feed-forward by layer.
+    """
     return with_blocks(spec, {i: spec.blocks[i].replaced(**{new.slot: new}) for i, new in changed.items()}, **fields)
 
 
@@ -159,7 +178,10 @@ class _Linear(NamedTuple):
 
 
 def linears(block: Block, path: str, *wanted: Role) -> Iterator[_Linear]:
-    """Yield the linear layers of a block whose weight has one of the roles, in the order of its sub-layers."""
+    """Yield the linear layers of a block whose weights have one of the roles `wanted`, in the order of its sub-layers.
+
+    `path` is the path of the block, such as "blocks.3".
+    """
     first = ""
     for sublayer in block.sublayers:
         slot = sublayer.mixer.slot
@@ -175,7 +197,10 @@ def linears(block: Block, path: str, *wanted: Role) -> Iterator[_Linear]:
 
 
 def _known_by_linears(block: Block, path: str) -> None:
-    """Raise SwapRefused if a sub-layer reads the residual stream elementwise, by a vector and not by a linear."""
+    """Raise SwapRefused if a sub-layer multiplies the residual stream elementwise by a vector.
+
+    `readers` would not list such a vector, because it is no linear.
+    """
     for sublayer in block.sublayers:
         for name, weight in sublayer.mixer.weights().items():
             if weight.role == "columns":
@@ -197,9 +222,9 @@ def writers(block: Block, path: str) -> tuple[_Linear, ...]:
 
 
 def written_biases(block: Block, path: str) -> list[str]:
-    """Return the biases of the norms on the outputs of a block's attention and feed-forward.
+    """Return the biases of the norms that follow attention and feed-forward in a block.
 
-    These are added to the residual stream even if the outputs are zero.
+    These biases are added to the residual stream even if attention and feed-forward output zeros.
     """
     output_norms = (
         (f"{path}.{sublayer.mixer.slot}_output_norm.bias", sublayer.output_norm) for sublayer in block.sublayers
@@ -221,11 +246,11 @@ class Inner(NamedTuple):
 
 
 def experts(block: Block, layer: int) -> Iterator[Inner]:
-    """Yield the feed-forwards of a block: one, or one per expert.
+    """Yield the feed-forward of a block, or if it is a mixture, each of its experts.
 
     Raises:
         SwapRefused: There is a shared expert, the feed-forward clamps its activations, or it adds a constant to
-            up_proj's output. Swaps that change units do not support these.
+            up_proj's output. Swaps that change the number of intermediate elements do not support these.
     """
     mixer, whole = block.feed_forward, f"blocks.{layer}.feed_forward"
     if getattr(mixer, "shared", None) is not None:
@@ -251,7 +276,10 @@ def largest(score: Wide, size: int) -> Index:
 
 
 def by_weights(model: Model, inner: Inner) -> Wide:
-    """Return for each unit of a feed-forward the product of the norms of its rows and its column of the weights."""
+    """Return the importance of each intermediate element of a feed-forward, as far as the weights show it.
+
+    It is the product of the norms of the element's row in every input projection and of its column in down_proj.
+    """
     score: Wide = np.linalg.norm(model.wide(inner.down), axis=0)
     for name in inner.inputs:
         score = score * np.linalg.norm(model.wide(f"{inner.path}.{name}.weight"), axis=1)
@@ -259,11 +287,11 @@ def by_weights(model: Model, inner: Inner) -> Wide:
 
 
 def tables(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the token and position embeddings [rows, hidden], whose rows are the first residual stream.
+    """Return the names of the token and position embeddings [rows, hidden], which write into the residual stream.
 
     Raises:
-        SwapRefused: The token embedding has another width than the residual stream, or positions are added that are no
-            learned embedding.
+        SwapRefused: The token embedding has another width than the residual stream, or the position encoding that is
+            added to it has no weights.
     """
     if spec.embedding.width is not None:
         raise SwapRefused(
@@ -287,7 +315,7 @@ def head_weight(spec: ModelSpec) -> str:
 
 
 def written(spec: ModelSpec) -> list[tuple[str, int]]:
-    """Return the tensors that write into the residual stream, each with its axis that has the size of the stream."""
+    """Return the tensors that write into the residual stream. Each comes with its axis of the size `hidden`."""
     tensors = [(name, 1) for name in tables(spec)]
     for layer, block in enumerate(spec.blocks):
         _known_by_linears(block, f"blocks.{layer}")
@@ -319,7 +347,7 @@ class _HeadTensor:
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """For each head of the new attention, the old head whose weights it gets."""
+    """The old heads whose weights the heads of a new attention get."""
 
     heads: Index  # the old query heads, in the order of the new ones
     keys: Index  # the old key-value heads, in the order of the new ones
@@ -333,7 +361,7 @@ def key_heads(attention: Grouped) -> int:
 
 
 def parts(path: str, attention: Grouped) -> tuple[_HeadTensor, ...]:
-    """Return the tensors of an attention that store heads. The weight of o_proj is the last."""
+    """Return the tensors of an attention that store heads next to each other. The last one is the weight of o_proj."""
     shared = {"k_proj", "v_proj"}
     tensors = []
     for name, shape in attention.shapes().items():
@@ -361,7 +389,10 @@ def slopes(attention: Grouped, heads: int) -> list[float] | None:
 
 
 def choice_of(attention: Grouped, heads: Sequence[int]) -> HeadChoice:
-    """Return the choice of these old heads. With ALiBi, a head moves to the place that has its slope."""
+    """Choose the given old query heads, in this order, for a new attention, and the key-value heads that they read.
+
+    With ALiBi, a head moves to the place that has its slope.
+    """
     old, keys = attention.heads, key_heads(attention)
     before, after = slopes(attention, old), slopes(attention, len(heads))
     if before is not None and after is not None:
@@ -378,17 +409,20 @@ def remaining(
     new_keys: int,
     costs: Callable[[list[int]], Callable[[Index], float]] | Wide,
 ) -> list[int]:
-    """Remove the unit of heads that costs least, until `new` heads are left, and return these heads.
+    """Choose the query heads that stay. The cheapest removal is made first, until `new` heads are left.
 
-    Groups of query heads that share a key-value head stay equally large.
+    All groups of query heads that share a key-value head stay equally large.
 
     Args:
         attention: The attention with all heads.
-        units: The sets of heads that may be removed together: single heads, or whole groups.
+        units: The sets of query heads that can be removed together: single heads, or whole groups.
         new: The number of query heads that stay.
         new_keys: The number of key-value heads that stay.
-        costs: The cost of removing each head, or a function of the remaining heads that returns the function for the
-            cost of a unit.
+        costs: The cost of removing each head. Or a function of the remaining heads, which returns a function of a set
+            of heads, which returns the cost of removing this set.
+
+    Returns:
+        The numbers of the heads that stay.
     """
     old, keys, dropped = attention.heads, key_heads(attention), set[int]()
     group = old // keys

@@ -1,8 +1,8 @@
-"""The swaps that are possible for a model: every swap is tried, and listed with its guarantee and costs.
+"""List the swaps that are possible for a model. Every swap is tried, and listed with its guarantee and costs.
 
 A swap decides its guarantee from the model's components, and sometimes from its weights (whether a bias is zero). No
-tensor is computed, so the list is ready in a second or two. If a swap is not exact on these weights and is fitted on a
-text, the list gives no guarantee without a text.
+tensor is computed, so the list is ready in a second or two. Some swaps are fitted on a text unless they are exact on
+the model's weights. Without a text, the list says for these swaps that they need one.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _FITTED_ON = 256  # tokens of text, for swaps that need one to decide; enough fo
 
 @dataclass(frozen=True)
 class Listed:
-    """The result of trying a swap on a model."""
+    """The result of trying a swap with one value of its option on a model."""
 
     swap: Swap
     value: str  # the value of the option, such as "gqa:4"
     verdict: _Verdict
-    said: str = ""  # the reason for a refusal, or notes for the user
-    hint: str = ""  # the alternative to a refused swap
-    limits: str = ""  # the logits that the guarantee is limited to, such as "up to 1,024 tokens"
-    costs: Costs | None = None  # the costs after the swap, at the model's present context length; None if unknown
+    said: str = ""  # the reason why the swap is not possible, or notes for the user
+    hint: str = ""  # an alternative, if the swap is not possible
+    limits: str = ""  # where the guarantee holds, such as "up to 1,024 tokens"; "" if it holds everywhere
+    costs: Costs | None = None  # the costs of the new model, at the old model's context length; None if unknown
 
     @property
     def asked(self) -> str:
-        """Return the option and value of the swap as on the command line."""
+        """Return the swap as options of the command line, such as "--attention gqa:4"."""
         return " ".join([spelled(self.swap.option), *([self.value] if self.value else [])])
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
+        """Return the result as JSON values."""
         names = ("option", "value", "takes", "gives", "verdict", "said", "hint", "limits", "by_layer", "calibrated")
         values = {name: vars(self).get(name, getattr(self.swap, name, None)) for name in (*names, "needs", "source")}
         return values | {"costs": None if self.costs is None else self.costs.as_json()}
@@ -53,10 +53,10 @@ class Listed:
 
 @dataclass(frozen=True)
 class Listing:
-    """The results of trying all swaps on a model, in the order of the registry, and the model's present costs."""
+    """The results of trying all swaps on a model, in the order in which swaps run."""
 
-    reference: str
-    before: Costs
+    reference: str  # the model's name
+    before: Costs  # the costs of the model before a swap
     entries: tuple[Listed, ...]
 
     def of(self, verdict: _Verdict) -> list[Listed]:
@@ -64,7 +64,7 @@ class Listing:
         return [entry for entry in self.entries if entry.verdict == verdict]
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
+        """Return the list as JSON values."""
         return {
             "schema_version": 1,
             "model": self.reference,
@@ -74,10 +74,11 @@ class Listing:
 
 
 def values_of(swap: Swap, spec: ModelSpec) -> Iterator[str]:
-    """Yield the values of a swap to try on a model: its examples for this model, or else its form.
+    """Yield the values of a swap's option to try on a model.
 
-    The form is tried only if it is a complete value, such as "rmsnorm" but not "gqa:N". If the swap does not apply to
-    the model's components, it then gives the reason. Forms with a colon, such as "silu:2", are not tried.
+    These are the examples that the swap gives for the model. If there are none, it is the only value of the swap, such
+    as "rmsnorm", so that trying it gives the reason why it is not possible. Patterns such as "gqa:N", and values with a
+    colon, are then not tried.
     """
     try:
         examples = list(dict.fromkeys(swap.examples(spec)))
@@ -116,10 +117,17 @@ def listing(source: Checkpoint) -> Listing:
 def _tried(
     model: StoredModel, swap: Swap, value: str, text: Calibration | None, before: Costs, unfit: GptkitError | None
 ) -> Listed:
-    """Try a swap on a model. If it is fitted on a text and there is none, the entry says so instead of a guarantee.
+    """Try a swap on a model.
 
-    Raises the swap's errors if it is not possible, and `unfit`, the reason why no fit is possible on this model, if the
-    swap needs a fit.
+    Args:
+        model: The model.
+        swap: The swap.
+        value: The value of its option.
+        text: The text to fit on, or None. Without a text, a swap that is fitted gets the verdict "needs a text".
+        before: The costs of the model.
+        unfit: The error to raise if the swap needs a fit, because the model does not allow fits.
+
+    Raises the swap's errors if it is not possible.
     """
     from .shapes import without_text
 
@@ -139,7 +147,7 @@ def _tried(
 
 
 def limits_of(promise: Promise, before: ModelSpec) -> str:
-    """Describe the logits that a guarantee is limited to, such as "up to 1,024 tokens". "" means all logits."""
+    """Describe where a guarantee holds, such as "up to 1,024 tokens". Return "" if it holds for all logits."""
     words = []
     if promise.length is not None and promise.length < usual_context(before):
         words.append(f"up to {promise.length:,} tokens")

@@ -27,7 +27,7 @@ It is larger than for other inputs, because no other input tests this.
 
 @dataclass(frozen=True)
 class Measurement:
-    """A comparison of the logits after a swap with those before it.
+    """A comparison of the logits after a swap with the logits before it.
 
     `maximum` and `relative` have a figure for every dtype in which both models were run. `kl` and `top1` come from the
     widest dtype, and the figures on the text from fp32.
@@ -45,7 +45,6 @@ class Measurement:
     notes: tuple[str, ...] = ()  # test inputs that were not measured, and why
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         figures: dict[str, Any] = {
             name: getattr(self, name) for name in ("maximum", "relative", "kl", "top1", "positions")
         }
@@ -65,14 +64,14 @@ def measure(
     dtypes: Sequence[str] = ("float32", "float64"),
     progress: Callable[[int], None] | None = None,
 ) -> Measurement:
-    """Compare the logits of two models: on test inputs (the probe) in each dtype, and on a text in fp32.
+    """Compare the logits of two models: on gptkit's test inputs in each dtype, and on a text in fp32.
 
-    This needs memory for the activations and for some MiB of weights, whatever the size of the models.
+    The weights are read some MiB at a time, so models of every size can be compared.
 
     Args:
         before: The original.
         after: The model that should compute the same, or nearly the same.
-        promise: The part of the logits to compare.
+        promise: The tokens and sequence lengths to compare.
         text: Token ids of the old vocabulary, for the perplexity. The text is cut at tokens that the swap drops.
         dtypes: The dtypes to compute in, the widest last.
         progress: A function that is called with the size in bytes of every weight that was read.
@@ -85,7 +84,7 @@ def measure(
     batches, notes = affordable(scope.probe(), before.spec, after.spec)
 
     def both(batches: Sequence[ProbeBatch], dtype: torch.dtype) -> tuple[list[torch.Tensor], ...]:
-        """Run both models on batches of the old vocabulary, and return the hidden states before their heads."""
+        """Run both models on batches of token ids of the old vocabulary. Return the inputs of their heads."""
         sides = ((before, batches), (after, [scope.renamed(batch) for batch in batches]))
         return tuple(states(tree, side, dtype, progress=progress) for tree, side in sides)
 
@@ -119,7 +118,7 @@ def measure_text(
 
 
 class OnText:
-    """A model and a text, to compare several other models with. The model's own hidden states are computed once."""
+    """A model and a text, with which several other models are compared. The model runs on the text only once."""
 
     def __init__(self, before: Tree, text: Sequence[int]) -> None:
         self.before, self.text = before, text
@@ -161,7 +160,7 @@ def _flat(batches: Sequence[torch.Tensor]) -> torch.Tensor:
 def affordable(
     batches: Sequence[ProbeBatch], before: ModelSpec, after: ModelSpec
 ) -> tuple[list[ProbeBatch], tuple[str, ...]]:
-    """Choose the test inputs that are affordable for models of this size. Return them, and a note on the others.
+    """Choose the test inputs that models of this size can run in some minutes. Return them, and a note on the others.
 
     Inputs that are longer than a window or the original context come first, then one with padding, then the others.
     """

@@ -1,6 +1,6 @@
-"""The options that ask for swaps, for the command line, recipes and Python. No torch, no numpy.
+"""The options that request swaps, for the command line, recipes and Python. No torch, no numpy.
 
-The file of a swap declares its option in its `OPTIONS`; `registry.all_options` returns all of them.
+The file of a swap declares its option in its `OPTIONS`. `registry.all_options` returns all of them.
 """
 
 import ast
@@ -21,7 +21,7 @@ GROUPS = (NORMS, ATTENTION, POSITIONS, FEED_FORWARD, VOCABULARY, WEIGHTS)
 
 @dataclass(frozen=True)
 class Option:
-    """An option that asks for swaps."""
+    """An option that requests swaps, such as --attention."""
 
     name: str
     """The name in Python and recipes."""
@@ -31,19 +31,22 @@ class Option:
     """The position of the option under its heading in the help."""
     help: str
     metavar: str = ""
-    """The form of the option's values, such as "mha | gqa:N". "" means that the option takes no value."""
+    """The possible values as the help shows them, such as "mha | gqa:N". "" means that the option takes no value."""
     words: str = ""
-    """The words with which a value may begin, with their synonyms: "yarn; ntk = ntk-aware; linear = pi". A synonym is
-    replaced by gptkit's word. Case, hyphens, underscores and blanks do not matter.
+    """The words with which a value may begin, with their synonyms: "yarn; ntk = ntk-aware; linear = pi".
+
+    gptkit replaces a synonym by the word before it. Case, hyphens, underscores and blanks do not matter.
     """
     two: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    """Names from papers for which gptkit needs several steps, such as SwiGLU, with these steps."""
+    """The values that stand for several steps, such as "swiglu", with these steps as pairs of option and value."""
     parts: Parts = field(default_factory=dict)
-    """The quantities of which a share may be requested ("auto:75%"), by the text before the number ("auto:"). Each has
-    a name ("layers"), and a function that returns the different numbers that a model's layers have.
+    """The quantities of which a share may be requested, as in "auto:75%", by the text before the number ("auto:").
+
+    Each quantity has a name ("layers"), and a function that returns the model's number of it. If the layers of a model
+    have different numbers, such as numbers of heads, the function returns all of them.
     """
     settings: Mapping[str, type | UnionType] = field(default_factory=dict)
-    """Additional keys of a recipe's step, and their types."""
+    """The additional settings that a recipe may give for this option, with their types."""
 
     @property
     def flag(self) -> bool:
@@ -52,16 +55,15 @@ class Option:
 
     @property
     def spelled(self) -> str:
-        """Return the option as it is written on the command line."""
         return spelled(self.name)
 
     def synonyms(self) -> dict[str, list[str]]:
-        """Return the synonyms of each of gptkit's words."""
+        """Return for each word that a value may begin with the list of its synonyms."""
         parts = (entry.partition("=") for entry in self.words.split(";") if entry)
         return {ours.strip(): [name.strip() for name in names.split(",") if name] for ours, _, names in parts}
 
     def known(self) -> dict[str, str]:
-        """Return gptkit's word for every word that it understands. The keys are normalised by `squashed`."""
+        """Return every accepted word, normalised by `squashed`, with the word that gptkit uses for it."""
         pairs = [(word, ours) for ours, more in self.synonyms().items() for word in (ours, *more)]
         return {squashed(word): ours for word, ours in (*pairs, *((word, word) for word in self.two))}
 
@@ -72,10 +74,10 @@ def spelled(name: str) -> str:
 
 
 def declared(path: Path) -> list[Option]:
-    """Read the options that a file of swaps declares, without importing the file, since the import would need numpy.
+    """Read the options that a file of swaps declares. The file is not imported, since the import would need numpy.
 
-    The file's `OPTIONS` consists of constants and names of this module. The fields `parts` are functions, and are left
-    out.
+    The file's `OPTIONS` may consist of constants and of names of this module. Only its `parts` contain functions, so
+    these fields stay empty here.
     """
     declaration = re.search(r"^OPTIONS = (\(.*?\))$(?=\n\S|\n*\Z)", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     if declaration is None:
@@ -87,10 +89,10 @@ def declared(path: Path) -> list[Option]:
 
 
 def squashed(word: str) -> str:
-    """Return a word in lower case, without hyphens, underscores and blanks."""
+    """Normalise a word for comparisons: lower case, without hyphens, underscores and blanks."""
     return re.sub(r"[-_ ]", "", word).lower()
 
 
 def guarantee_in_words(guarantee: str) -> str:
-    """Return a guarantee in words for people: "needs training" for "retrained", and the others unchanged."""
+    """Return a guarantee as users read it: "needs training" for "retrained", and the others unchanged."""
     return "needs training" if guarantee == "retrained" else guarantee

@@ -72,12 +72,12 @@ class Recipe:
 
     name: str
     description: str
-    steps: tuple[Step, ...]  # the swaps, without healing
+    steps: tuple[Step, ...]  # the swaps, without the step `heal`
     where: str  # the name of the file, for messages
     to: str | None = None  # the output format, "as" in the file: "local", "auto", "hf:llama"
     dtype: str | None = None  # the requested dtype, only in a recipe that gptkit wrote
-    calibration: Mapping[str, Any] = field(default_factory=dict)  # the name, sha256 and tokens of the text of the fits
-    sources: Mapping[str, str] = field(default_factory=dict)  # the sha256 of the original's files
+    calibration: Mapping[str, Any] = field(default_factory=dict)  # name, sha256 and number of tokens of the fits' text
+    sources: Mapping[str, str] = field(default_factory=dict)  # the sha256 of the original's files, by file name
     heal: Step | None = None  # the last step, which trains the result to match the original
 
     @property
@@ -93,9 +93,9 @@ class Recipe:
         return {**first, **present, "sources": dict(self.sources)}
 
     def text(self) -> Path | None:
-        """Return the path of the text file that steps are fitted on. Raises UsageError if the file is missing.
+        """Return the path of the text that the recipe's steps are fitted on. Raises UsageError if the file is missing.
 
-        Return None if they are fitted on the text that comes with gptkit, or on none.
+        Return None if no step is fitted, or if the text is the one that comes with gptkit.
         """
         name = self.calibration.get("text")
         if not isinstance(name, str) or name == _PLAY:
@@ -105,7 +105,7 @@ class Recipe:
         return Path(name)
 
     def another_text(self) -> UsageError:
-        """Return the error that a text differs from the one that the recipe's steps were fitted on."""
+        """Return the error that the text is not the one on which the recipe's steps were fitted."""
         name, digest = self.calibration.get("text"), str(self.calibration.get("sha256"))
         return UsageError(
             f"{self.where}: the recipe was fitted on the text {name}, which is missing or has changed (sha256 was "
@@ -115,7 +115,7 @@ class Recipe:
 
 
 def step_json(step: Step) -> dict[str, Any]:
-    """Return a step as a recipe stores it."""
+    """Return a step as JSON values, as a recipe in manifest.json stores it."""
     option = option_of(step.option)
     flag = option is not None and option.flag and not step.value
     values = {"approximate": step.approximate, "settings": dict(step.settings), "tokens": step.tokens}
@@ -132,7 +132,7 @@ def step_json(step: Step) -> dict[str, Any]:
 
 
 def shipped() -> dict[str, Path]:
-    """Return the bundled recipes by name."""
+    """Return the paths of the bundled recipes, by their names."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
 
 
@@ -158,10 +158,10 @@ def _find_recipe(reference: str | Path) -> Path:
 
 
 def read_recipe(reference: str | Path) -> Recipe:
-    """Read a recipe by its bundled name, its file, or a folder that gptkit swap wrote.
+    """Read a recipe: a bundled one by its name, a file by its path, or the recipe of a folder that gptkit swap wrote.
 
-    Raises UsageError if there is none, and InvalidInput for invalid TOML or an invalid recipe. The message names file
-    and step.
+    Raises UsageError if there is none, and InvalidInput for invalid TOML or an invalid recipe. The message names the
+    file and the step.
     """
     path, where = _find_recipe(reference), str(reference)
     return parse(_manifest(path, where) if path.suffix == ".json" else _toml(path, where), where, path.stem)
@@ -233,7 +233,7 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
 
 
 def _step(table: Mapping[str, Any], where: str) -> Step:
-    """Parse one [[step]]."""
+    """Parse one table [[step]] of a recipe. `where` names the step in messages."""
     known = {option.name: option for option in (*all_options(), HEAL)}
     names = {key: key.replace("-", "_") for key in table if key not in _STEP_KEYS}
     for key, name in names.items():
@@ -285,10 +285,10 @@ _PART = re.compile(r"([a-z]*[:+]?)(?:(\d{1,6}(?:\.\d{1,6})?)%|(\d{1,6})/([1-9]\d
 
 
 def plain(step: Step, spec: ModelSpec) -> Step:
-    """Return a step with a number in place of a share of the model's number ("auto:75%", "gqa:1/2").
+    """Replace a share in a step's value by the number for this model: "gqa:1/2" becomes "gqa:4" if it has 8 heads.
 
-    Raises SwapRefused if the share is not a whole number, if the model's layers have different numbers, or if the model
-    has no such quantity.
+    Steps without a share are unchanged. Raises SwapRefused if the result is not a whole number, if the model's layers
+    have different numbers of heads (or what the share is of), or if the model has none.
     """
     match = _PART.fullmatch(step.value)
     whole = None if match is None else parts().get((step.option, match[1]))
@@ -319,7 +319,7 @@ def plain(step: Step, spec: ModelSpec) -> Step:
 
 @contextmanager
 def in_messages(where: str | None) -> Iterator[None]:
-    """Add a prefix `where` to the messages of errors in the with block, such as the recipe file and the step."""
+    """In a with block, add the prefix `where` to error messages, such as the name of the recipe and the step."""
     try:
         yield
     except GptkitError as error:
@@ -330,7 +330,7 @@ def in_messages(where: str | None) -> Iterator[None]:
 
 
 def called(steps: Sequence[Step], number: int) -> str | None:
-    """Return the name of step `number` for messages, as the user wrote it, or None if it is the only step."""
+    """Return the name of step `number` for error messages, as the user wrote it. Return None if it is the only step."""
     step = steps[number]
     if step.written and all(other.written == step.written for other in steps):
         return f"{step.written} (its step {step})"

@@ -1,4 +1,4 @@
-"""Fit the projections after attention again, if a swap of attention has a text."""
+"""Refit output projections and down projections on a text, after a swap changed attention (`fits.repair`)."""
 
 import dataclasses
 from collections.abc import Collection
@@ -11,7 +11,7 @@ _FITTED = ("attention.o_proj", "feed_forward.down_proj")
 
 
 def with_refits(swapped: Swapped, asked: Asked, layers: Collection[int]) -> Swapped:
-    """Return the result of a swap of attention with `o_proj` and `down_proj` of these layers fitted again on the text.
+    """Return the result of a swap that changed attention, with o_proj and down_proj of these layers refitted on a text.
 
     The result is unchanged if it is exact, if there is no text, and with --approximate.
     """

@@ -2,8 +2,8 @@
 
 A swap is requested as OPTION = VALUE: `--attention gqa:4` on the command line, `attention = "gqa:4"` in a recipe,
 `attention="gqa:4"` in Python. Each file of swaps/ lists its swaps in `SWAPS`, and declares its options in `OPTIONS`. If
-several files have swaps for an option, only one of them declares it. A file's `ORDER` says when its swaps run if
-several swaps are requested at once. `all_swaps` returns all swaps in that order.
+several files have swaps for an option, only one of them declares it. If several swaps are requested at once, they run
+in the order of the number `ORDER` of their files. `all_swaps` returns all swaps in that order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LARGEST = 1_000_000  # the largest number in a value; the largest models have a
 
 
 def register(module: str) -> None:
-    """Register the swaps of a plugin. `module` is the full name of its module with `SWAPS`, `ORDER` and `OPTIONS`."""
+    """Register the swaps of a plugin. `module` is the full name of the module that defines SWAPS and OPTIONS."""
     PLUGINS.append(module)
     for cached in (_modules, all_swaps, all_options):
         cached.cache_clear()
@@ -48,17 +48,17 @@ class Step:
 
     option: str
     value: str
-    """The value of the option. Synonyms are replaced by gptkit's words."""
+    """The value of the option, in which gptkit's word replaces a synonym."""
     blocks: str | None = None
     """The layers to change ("0-5,8"); None for all."""
     approximate: bool = False
-    """Whether to use the simplest form of the swap instead of the best known one, for comparison (--approximate)."""
+    """Whether to use the simplest variant of the swap instead of the best known one (--approximate)."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Additional settings of the swap, by name; see `Option.settings`."""
     tokens: int | None = None
     """The number of tokens of the text to fit on. With None, gptkit chooses the number."""
     written: str = field(default="", compare=False)
-    """What the user wrote, if it stands for several steps and this is one of them."""
+    """What the user wrote, such as "--feed-forward swiglu", if it stands for several steps. Otherwise empty."""
     comment: str = field(default="", compare=False)
     """The comment on the step in a recipe."""
 
@@ -71,7 +71,7 @@ class Step:
         return " ".join([*words, *(["--approximate"] if self.approximate else [])])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the step as the history of an output stores it."""
+        """Return the step as JSON values, as the history of an output stores it."""
         blocks = {} if self.blocks is None else {"blocks": self.blocks}
         approximate = {"approximate": True} if self.approximate else {}
         return {self.option: self.value, **self.settings, **blocks, **approximate}
@@ -79,27 +79,27 @@ class Step:
 
 @dataclass(frozen=True)
 class Asked:
-    """A requested step with everything that its swap may need besides the model's components."""
+    """A requested step, with everything that the swap may need besides the model's components."""
 
     value: str
     argument: str | None = None  # the part of the value after the colon
     layers: tuple[int, ...] | None = None  # the layers to change; None for all
-    approximate: bool = False  # whether to use the simplest form instead of the best known one
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    approximate: bool = False  # whether to use the simplest variant of the swap instead of the best known one
+    settings: Mapping[str, Any] = field(default_factory=dict)  # additional settings from a recipe
     weights: WeightFacts = field(default_factory=Assumed)  # answers questions about the weights
-    calibration: Callable[[], Calibration] | None = None  # returns the text; raises UsageError without one
-    has_text: Callable[[], bool] = lambda: False  # whether there is a text, for swaps that work without one too
-    origin: Origin | None = None  # where the model comes from
+    calibration: Callable[[], Calibration] | None = None  # returns the text to fit on; raises UsageError without one
+    has_text: Callable[[], bool] = lambda: False  # whether there is a text to fit on
+    origin: Origin | None = None  # the checkpoint and family that the model comes from
     files: Path | None = None  # the folder with the model's own tokenizer
-    texts: Mapping[str, bytes] = field(default_factory=dict)  # tokenizer files that are not in the folder
-    offline: bool = False  # whether adapters may not be fetched
-    allow_pickle: bool = False  # whether adapters in pickles are read
+    texts: Mapping[str, bytes] = field(default_factory=dict)  # tokenizer files that are not in the folder, by file name
+    offline: bool = False  # whether to use only local files and not fetch adapters from the hub
+    allow_pickle: bool = False  # whether to read adapters in pickles
 
     def number(self, quantity: str, least: int = 1, most: int = _LARGEST) -> int:
-        """Return the part of the value after the colon, or the whole value if it has no colon, as a whole number.
+        """Return the number in the value: the part after the colon, or the whole value if it has no colon.
 
-        Raises UsageError if this is no number from `least` to `most`. `quantity` names the number in the message. The
-        default of `most` is more than any model has, because such a model would fill the memory.
+        Raises UsageError if this is no whole number from `least` to `most`. `quantity` names the number in the message.
+        The default of `most` is more than any model has, because such a model would fill the memory.
         """
         text = self.value if self.argument is None else self.argument
         if not re.fullmatch(r"\d{1,9}", text) or int(text) < least:
@@ -109,25 +109,25 @@ class Asked:
         return int(text)
 
     def before_colon(self) -> Asked:
-        """Return the same request without the colon and the argument after it."""
+        """Return the request with only the part of the value before the colon."""
         return replace(self, value=self.value.partition(":")[0], argument=None)
 
     def text(self, purpose: str) -> Calibration:
-        """Return the text to fit on. Raises UsageError without one; `purpose` is the start of the message."""
+        """Return the text to fit on. Raises UsageError if there is none; `purpose` is the start of the message."""
         if self.calibration is None:
             raise UsageError(f"{purpose} needs a text", "Give one with --calibrate FILE.")
         return self.calibration()
 
     def chosen(self, spec: ModelSpec) -> tuple[int, ...]:
-        """Return the layers to change."""
+        """Return the numbers of the layers to change. Without --blocks, these are all layers."""
         return tuple(range(len(spec.blocks))) if self.layers is None else self.layers
 
     def those(
         self, spec: ModelSpec, wanted: Callable[[Block], bool], none: str = "", hint: str | None = None
     ) -> list[int]:
-        """Return the layers to change whose blocks satisfy `wanted`, in order.
+        """Return those of the layers to change whose block satisfies `wanted`, in ascending order.
 
-        If there are none, raise SwapRefused with the message `none`, unless that is empty.
+        If there are none, raise SwapRefused with the message `none`. With the default message "", return an empty list.
         """
         layers = [layer for layer in sorted(set(self.chosen(spec))) if wanted(spec.blocks[layer])]
         if none and not layers:
@@ -139,19 +139,26 @@ _ANY = object()
 
 
 class Clears:
-    """A difference between a model and a family that a swap may clear; see `architectures.obstacles`.
+    """A kind of difference between a model and a Hugging Face family that a swap removes.
 
-    `path` is the path of the field that differs, with `*` for anything. `ours` and `theirs` are the field's values, or
-    classes of components, in the model and in the family. The default is any value. `steps` are the swaps that together
-    clear the difference, each as "option=value" with `{theirs}` for the family's value. The default is one step: the
-    swap itself, with its form as the value.
+    See `architectures.obstacles`.
+
+    Args:
+        path: The path of the component field that differs, in which `*` stands for any text.
+        steps: The swaps that together remove the difference, each as "option=value". `{theirs}` stands for the family's
+            value of the field. The default is the swap that declares this difference.
+        ours: The field's value in the model, or its class. By default, any value matches.
+        theirs: The field's value in the family, or its class. By default, any value matches.
     """
 
     def __init__(self, path: str, *steps: str, ours: Any = _ANY, theirs: Any = _ANY) -> None:
         self.path, self.steps, self.ours, self.theirs = path, steps, ours, theirs
 
     def remedy(self, swap: Swap, obstacle: Obstacle) -> tuple[Step, ...]:
-        """Return the steps that may clear an obstacle, or () if the obstacle is not this difference."""
+        """Return the steps that remove a difference `obstacle` between a model and a family.
+
+        Return () if the difference is not of this kind. `swap` is the swap that declares this kind.
+        """
 
         def alike(value: Any, wanted: Any) -> bool:
             return wanted is _ANY or (isinstance(value, wanted) if isinstance(wanted, type) else bool(value == wanted))
@@ -166,24 +173,26 @@ class Clears:
 
 @dataclass(frozen=True)
 class Swap:
-    """A registered swap."""
+    """A swap that users can request: one value, or one pattern of values, of an option."""
 
     option: str
     form: str
-    """The form of VALUE ("rmsnorm", "gqa:N", "+N"); an upper-case word stands for anything."""
+    """The values of the option that request this swap ("rmsnorm", "gqa:N", "+N"). An upper-case word stands for any
+    text."""
     takes: str
-    """The old component in words."""
+    """A description of the component that the swap replaces, for tables."""
     gives: str
-    """The new component in words."""
+    """A description of the new component, for tables."""
     needs: str
     """The preconditions, and when the result is exact. These are sentences; the last one has no full stop."""
     source: str
     """The paper or code."""
     reshape: Callable[[ModelSpec, Asked], Swapped]
-    """A function that returns the new model and recipes for its tensors. It reads no weights; it learns about them only
-    by questions to `Asked.weights`."""
+    """A function that returns the new model's components, and instructions for computing its tensors.
+
+    It reads no weights. It learns about them only by questions to `Asked.weights`."""
     guarantee: Guarantee = "exact"
-    """The best guarantee if the preconditions hold."""
+    """The strongest guarantee that the swap can give."""
     examples: Callable[[ModelSpec], Iterable[str]] = lambda spec: ()
     """A function that returns values of the option that are worth trying on a model, for `gptkit swaps MODEL`."""
     by_layer: bool = False
@@ -191,22 +200,24 @@ class Swap:
     calibrated: bool = False
     """Whether the swap is fitted on a text."""
     exact_where: str = ""
-    """If the swap is exact only on some weights, the end of the sentence "exact only where …"."""
+    """If the swap is exact only on some weights, the end of the sentence "exact only where …" for users."""
     apart: bool = False
-    """Whether the swap is possible even if layers share keys and values or have additional inputs. It then changes only
-    feed-forwards, the head or the dtype of weights."""
+    """Whether the swap also supports models whose layers share keys and values or have additional inputs.
+
+    Such swaps change only feed-forwards, the head or the dtype of weights."""
     each_stack: bool = False
-    """Whether the swap can run on the encoder and the decoder of a model separately."""
+    """Whether the swap supports models with an encoder and a decoder. It then runs on each of them separately."""
     clears: tuple[Clears, ...] = ()
     """The differences between a model and a Hugging Face family that the swap can clear."""
     cheaper: Callable[[Step], Iterable[Step]] | None = None
-    """A function that returns simpler forms of a step, which gptkit uses if they are better on a text. By default, this
-    is the form without a fit, if the swap is fitted on a text."""
+    """A function that returns simpler variants of a step. gptkit uses the variant that is best on a text.
+
+    By default, a swap that is fitted on a text has one simpler variant, without a fit."""
     chooses: bool = False
-    """Whether the swap itself compares its choices on the text. gptkit then does not try several numbers of tokens."""
+    """Whether the swap itself tries several results on the text. gptkit then does not try several numbers of tokens."""
 
     def gives_for(self, value: str) -> str:
-        """Return `gives`, the new component in words, with the numbers of `value` in place of placeholders like N."""
+        """Return the description of the new component, with numbers from `value` in place of placeholders like N."""
         match, words = self.matches(value), re.findall("[A-Z]+", self.form)
         if match is None or not words:
             return self.gives
@@ -214,25 +225,28 @@ class Swap:
         return re.sub(r"\b[A-Z]+\b", lambda word: known.get(word[0], word[0]), self.gives)
 
     def matches(self, value: str) -> re.Match[str] | None:
-        """Match a value with the form of this swap. The match has a group for each upper-case placeholder."""
+        """Return a match if `value` requests this swap, with a group for each upper-case placeholder of `form`."""
         parts = re.split(r"([A-Z]+)", self.form)
         pattern = "".join("(.+)" if part.isupper() else re.escape(part) for part in parts)
         return re.fullmatch(pattern, value, re.DOTALL)
 
     def others(self, step: Step) -> list[Step]:
-        """Return the simpler forms of a step, which may be better than the step itself; see `cheaper`."""
+        """Return the simpler variants of a step (`cheaper`), which may be better on a text than the step itself."""
         if step.approximate or (self.cheaper is None and not self.calibrated):
             return []
         return list((self.cheaper or plainly)(step))
 
 
 def plainly(step: Step) -> list[Step]:
-    """Return the simpler form of a step: without a fit, as with --approximate."""
+    """Return the simpler variant of a step: the same swap without a fit, as with --approximate."""
     return [replace(step, approximate=True)]
 
 
 def active(step: Step) -> list[Step]:
-    """Return two simpler forms of a step: without a fit, and with the most active heads or units kept unchanged."""
+    """Return two simpler variants of a step that removes heads or feed-forward units.
+
+    One fits nothing. The other keeps the heads or units that are most active on the text, with unchanged weights.
+    """
     return [*plainly(step), replace(step, value=f"{step.value}:active")]
 
 
@@ -241,7 +255,7 @@ def active(step: Step) -> list[Step]:
 
 @cache
 def _modules() -> list[ModuleType]:
-    """Import the files of swaps, gptkit's own and those of plugins, in the order of execution."""
+    """Import the files of swaps, those of gptkit and of plugins. Return them in the order in which their swaps run."""
     names = [f"{swaps.__name__}.{module.name}" for module in iter_modules(swaps.__path__)]
     modules = [module for module in map(import_module, [*names, *PLUGINS]) if hasattr(module, "SWAPS")]
     return sorted(modules, key=lambda module: module.ORDER)
@@ -249,15 +263,15 @@ def _modules() -> list[ModuleType]:
 
 @cache
 def all_swaps() -> tuple[Swap, ...]:
-    """Return every swap in the order of execution. A later swap gets the result of the earlier ones."""
+    """Return every swap, in the order in which swaps run if several are requested."""
     return tuple(swap for module in _modules() for swap in module.SWAPS)
 
 
 @cache
 def all_options() -> tuple[Option, ...]:
-    """Return every option that asks for swaps, in the order of the help.
+    """Return every option that requests swaps, in the order of the help.
 
-    gptkit's own options are read without importing the files of swaps, and those of plugins by importing them.
+    gptkit's own options are read without importing the files of swaps. Plugins are imported.
     """
     files = (file for folder in swaps.__path__ for file in sorted(Path(folder).glob("*.py")))
     known = [option for file in files for option in declared(file)]
@@ -271,29 +285,29 @@ def all_options() -> tuple[Option, ...]:
 
 
 def parts() -> dict[tuple[str, str], tuple[str, Callable[[ModelSpec], set[int | None]]]]:
-    """Return the quantities of which a share may be requested ("auto:75%"); see `Option.parts`.
+    """Return the quantities of which a share may be requested, as in "layers = auto:75%" (see `Option.parts`).
 
-    The keys are an option and the text before the number: ("layers", "auto:").
+    The keys are pairs of an option and the text before the number, such as ("layers", "auto:").
     """
     declared_options = (option for module in _modules() for option in getattr(module, "OPTIONS", ()))
     return {(option.name, before): part for option in declared_options for before, part in option.parts.items()}
 
 
 def options() -> dict[str, tuple[Swap, ...]]:
-    """Return the swaps by option, in the order of execution."""
+    """Return the swaps of each option, by its name, in the order in which swaps run."""
     names = dict.fromkeys(swap.option for swap in all_swaps())
     return {option: tuple(swap for swap in all_swaps() if swap.option == option) for option in names}
 
 
 def option_of(name: str) -> Option | None:
-    """Return the option with this name, if there is one."""
+    """Return the option with this name, or None."""
     return next((option for option in all_options() if option.name == name), None)
 
 
 def _understood(option: str, value: str) -> str:
-    """Return a value as gptkit writes it: with its own word for a synonym, and lower case after the colon.
+    """Return an option's value in gptkit's spelling: no synonyms, and lower case after a colon.
 
-    The name of a file after the colon is unchanged.
+    A file name after the colon is unchanged.
     """
     declaration = option_of(option)
     word, colon, rest = value.partition(":")
@@ -306,7 +320,10 @@ def _understood(option: str, value: str) -> str:
 
 
 def nearest(option: str, value: str, forms: Iterable[str] = ()) -> str | None:
-    """Return a suggestion for a mistyped value of an option: one of `forms`, or a word that the option knows."""
+    """Return a valid value that is similar to a mistyped value of an option, or None.
+
+    It is one of `forms`, or a word that the option knows.
+    """
     declaration = option_of(option)
     known = {form.partition(":")[0]: form for form in forms if not form.isupper()}
     words = (
@@ -319,9 +336,9 @@ def nearest(option: str, value: str, forms: Iterable[str] = ()) -> str | None:
 
 
 def swap_for(option: str, value: str) -> Swap:
-    """Return the swap for OPTION = VALUE: the one whose form is the value, or else the first whose form matches it.
+    """Return the swap that OPTION = VALUE requests. Raises UsageError if there is none.
 
-    Raises UsageError if there is none.
+    If the patterns of several swaps match the value, a swap whose pattern equals the value wins, else the first one.
     """
     known, declaration = options(), option_of(option)
     if declaration is None:
@@ -342,7 +359,7 @@ def swap_for(option: str, value: str) -> Swap:
 
 
 def steps_named(option: str, value: str, blocks: str | None = None, approximate: bool = False) -> list[Step]:
-    """Return the step for OPTION = VALUE, or several steps for a name from a paper, such as SwiGLU.
+    """Return the steps that OPTION = VALUE requests. These are several steps for a name from a paper, such as SwiGLU.
 
     Raises UsageError if the option or value is unknown.
     """
@@ -356,17 +373,17 @@ def steps_named(option: str, value: str, blocks: str | None = None, approximate:
 
 
 def in_order(steps: Iterable[Step]) -> list[Step]:
-    """Return the steps in the order in which they should run."""
+    """Sort steps into the order in which swaps run."""
     return sorted(steps, key=lambda step: list(options()).index(step.option))
 
 
 def steps_of(
     asked: Mapping[str, str | Sequence[str] | None], blocks: str | None = None, approximate: bool = False
 ) -> list[Step]:
-    """Return the steps for several options, in the order of execution.
+    """Return the steps that several options request, in the order in which swaps run.
 
-    An option with several values gives a step for each, in the order of the values. Raises UsageError for an unknown
-    option, and for two options that change the same thing.
+    `asked` has the options with one value, or a list of values; each value of a list gives a step. Raises UsageError
+    for an unknown option, and for two options that change the same thing.
     """
     steps: list[Step] = []
     asks: dict[str, tuple[str, Step]] = {}  # by the changed option: the requested option, and its first step
@@ -381,9 +398,10 @@ def steps_of(
 
 
 def layers_in(text: str, layers: int) -> tuple[int, ...]:
-    """Return the layers in a list such as "0-11,14,20-", in its order. `layers` is the model's number of layers.
+    """Return the layer numbers in a list such as "0-11,14,20-", in the order of the list.
 
-    Raises UsageError for other text, and SwapRefused for a layer that the model does not have.
+    `layers` is the model's number of layers. Raises UsageError for text that is no such list, and SwapRefused for a
+    layer that the model does not have.
     """
     named: list[int] = []
     for part in text.split(","):
@@ -408,7 +426,11 @@ def layers_in(text: str, layers: int) -> tuple[int, ...]:
 
 
 def _refuse_shared(spec: ModelSpec) -> None:
-    """Raise SwapRefused if layers share weights or values, have additional inputs, or scale their output."""
+    """Raise SwapRefused if the model has features that most swaps do not support.
+
+    These are layers that share weights, compute values in another way than from their input, have additional inputs or
+    several residual streams, normalise values, or scale their output.
+    """
     for name, words in (("layer_inputs", "an embedding per layer"), ("streams", "several residual streams")):
         if getattr(spec, name) is not None:
             raise SwapRefused(f"the model has {words} ({name}), which this swap does not support")
@@ -430,7 +452,7 @@ def _refuse_shared(spec: ModelSpec) -> None:
 
 
 def _of_both(spec: ModelSpec, asked: Asked, swap: Swap) -> Swapped:
-    """Run a swap on both stacks of a model with an encoder and a decoder."""
+    """Run a swap on the encoder and on the decoder of a model that has both."""
     from .stacks import of_both
 
     if asked.layers is not None:
@@ -441,7 +463,10 @@ def _of_both(spec: ModelSpec, asked: Asked, swap: Swap) -> Swapped:
 
 
 def apply(model: Model, step: Step, *, files: Path | None = None, **given: Any) -> Swapped:
-    """Run one step on a model with weights. No tensor is computed yet. Otherwise as `reshape`."""
+    """Run one step on a model with weights, as `reshape` does. Questions about weights are answered from these weights.
+
+    No tensor of the result is computed yet. `given` are further fields of `Asked`.
+    """
     from .base import Read, origin_of
 
     origin, belongs = origin_of(model)
@@ -449,10 +474,11 @@ def apply(model: Model, step: Step, *, files: Path | None = None, **given: Any) 
 
 
 def reshape(spec: ModelSpec, step: Step, weights: WeightFacts, **given: Any) -> Swapped:
-    """Run one step on a model's components: return the new components, and recipes for the new tensors.
+    """Run one step on a model's components. Return the new components, and instructions for computing the new tensors.
 
-    `weights` answers questions about the weights, and `given` are further fields of `Asked`. Raises SwapRefused, with
-    the reason and an alternative, if a precondition does not hold, and UsageError for an unknown swap, value or layer.
+    `weights` answers the swap's questions about the weights, and `given` are further fields of `Asked`. Raises
+    SwapRefused, with the reason and an alternative, if a precondition does not hold. Raises UsageError for an unknown
+    swap, value or layer.
     """
     swap = swap_for(step.option, step.value)
     if step.blocks is not None and not swap.by_layer:

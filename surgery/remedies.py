@@ -1,9 +1,10 @@
-"""The swaps that let a Hugging Face family express a model, and their costs.
+"""Search for swaps after which a Hugging Face family can express a model, and measure what they cost.
 
 `architectures.obstacles` lists the obstacles: the differences between a model and a family. Each swap declares the
-differences that it can clear (`registry.Clears`). A *remedy* is one or more steps that clear an obstacle, and a *way*
-is a sequence of remedies after which the family can express the model. Each remedy leaves fewer obstacles, and the
-cheapest come first. At the end, remedies that turned out to be unnecessary are removed.
+obstacles that it can remove (`registry.Clears`). A *remedy* is one or more swap steps that together remove an obstacle.
+A *way* is a sequence of remedies after which the family can express the model. The search adds remedies one by one, the
+cheapest first, as long as they leave fewer obstacles. At the end, it leaves out remedies that turned out to be
+unnecessary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ _OWN_FORMAT = "gptkit's own format can hold any model: --as local"
 
 
 def remedies(obstacle: Obstacle) -> Iterator[_Remedy]:
-    """Yield the sequences of steps that may clear an obstacle, in the order in which swaps run."""
+    """Yield the remedies for an obstacle: sequences of swap steps that may remove this difference to a family."""
     steps = (clears.remedy(swap, obstacle) for swap in all_swaps() for clears in swap.clears)
     return filter(None, steps)
 
@@ -43,13 +44,13 @@ def remedies(obstacle: Obstacle) -> Iterator[_Remedy]:
 
 @dataclass(frozen=True)
 class _State:
-    """A model after some steps."""
+    """A model after some swap steps."""
 
     spec: ModelSpec
-    zero: Zero  # a function of a bias's name: whether all its values are zero
-    guarantees: tuple[Guarantee, ...] = ()  # one per step
-    done: tuple[Swapped, ...] = ()  # the results of the steps; empty if only shapes are used
-    models: tuple[Model, ...] = ()  # the models before and after each step; empty if only shapes are used
+    zero: Zero  # a function of a bias's name, which returns whether the bias is all zeros
+    guarantees: tuple[Guarantee, ...] = ()  # the guarantee of each step
+    done: tuple[Swapped, ...] = ()  # the results of the steps; empty for a large model, whose weights are not read
+    models: tuple[Model, ...] = ()  # the model before the first step, and after each step; empty for a large model
 
     @property
     def guarantee(self) -> Guarantee:
@@ -60,10 +61,11 @@ _After = Callable[[_Remedy], _State | None]  # returns the model after steps, No
 
 
 def ways_from(model: Model, zero: Zero) -> _After:
-    """Return a function of some steps that returns the model after them, or None if a step is impossible.
+    """Return a function that runs swap steps on a model. It returns the model after them, or None if one is impossible.
 
-    For models of more than `SMALL` parameters, it uses shapes alone, and the guarantees for typical trained weights.
-    `zero` is a function of a bias's name that returns whether all its values are zero.
+    The weights of models with more than `SMALL` parameters are not read. For these, the function uses only shapes, and
+    the guarantees for typical trained weights. `zero` is a function of a bias's name that returns whether the bias is
+    all zeros.
     """
     small = sum(parameter.count for parameter in model.spec.parameters()) <= SMALL
     parameters = {parameter.name for parameter in model.spec.parameters()}
@@ -96,12 +98,12 @@ def ways_from(model: Model, zero: Zero) -> _After:
 
 @dataclass(frozen=True)
 class Way:
-    """A sequence of remedies, after which a family can express the model or fewer obstacles remain."""
+    """A sequence of remedies (swap steps) that brings a model nearer to what a Hugging Face family can express."""
 
     start: Expression  # the obstacles before the first step
     remedies: tuple[_Remedy, ...]
-    end: _State
-    remaining: Expression  # the obstacles after the last step
+    end: _State  # the model after the last step
+    remaining: Expression  # the obstacles after the last step; none if the family can express the model
 
     @property
     def arrived(self) -> bool:
@@ -116,15 +118,15 @@ class Way:
 
 
 def way_to(start: Expression, after: _After) -> Way:
-    """Search for swaps after which a family can express a model, and return the best sequence found.
+    """Search for swaps after which a Hugging Face family can express a model. Return the best sequence found.
 
     The search adds one remedy at a time: the one with the best guarantee, and among equal ones the one that leaves the
-    fewest obstacles. It stops if no remedy reduces the obstacles. At the end, unnecessary remedies are removed, and the
+    fewest obstacles. It stops if no remedy reduces the obstacles. At the end, unnecessary remedies are removed. The
     others are put into the order in which swaps run, if that works.
 
     Args:
         start: The model as the family would express it, with the obstacles to that.
-        after: A function of some steps that returns the model after them.
+        after: The function from `ways_from`, which runs swap steps on the model.
     """
 
     def way(chosen: tuple[_Remedy, ...]) -> Way | None:
@@ -132,7 +134,7 @@ def way_to(start: Expression, after: _After) -> Way:
         return None if end is None else Way(start, chosen, end, express(start.target, end.spec, end.zero))
 
     def as_good(chosen: tuple[_Remedy, ...], best: Way) -> Way:
-        """Return the way with these remedies if it leaves no obstacle and has as good a guarantee; otherwise `best`."""
+        """Return the way with these remedies if it clears all obstacles with as good a guarantee, else `best`."""
         candidate = way(chosen)
         same = candidate is not None and candidate.arrived and rank(candidate.end.guarantee) <= rank(best.end.guarantee)
         return candidate if same and candidate is not None else best
@@ -167,13 +169,15 @@ def way_to(start: Expression, after: _After) -> Way:
 
 
 def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Expression], zero: Zero) -> CannotExpress:
-    """Return the error that no family can express a model, with the obstacles, and the costs of swaps that clear them.
+    """Return the error that no Hugging Face family can express a model.
+
+    The message lists the obstacles. The hint names swaps that remove them, with their costs.
 
     Args:
         model: The model with its weights.
         tried: The families that were tried, the model's original family first.
         refused: The obstacles to each of these families.
-        zero: A function of a bias's name that returns whether all its values are zero.
+        zero: A function of a bias's name that returns whether the bias is all zeros.
     """
     near = sorted(
         (expression for expression in refused if expression.standing), key=lambda expression: expression.weight
@@ -198,7 +202,7 @@ def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Ex
 
 
 def _way_in_words(way: Way) -> list[str]:
-    """Return the steps of a way in words, with their costs if these are quick to measure."""
+    """Describe the swap steps of a way in lines of text, with the KL that each costs if that is quick to measure."""
     name, end = way.start.target.owner, way.end
     costs = []
     for number, (step, guarantee) in enumerate(zip(way.steps, end.guarantees, strict=True)):
@@ -221,7 +225,7 @@ def _way_in_words(way: Way) -> list[str]:
 
 
 def _remaining_in_words(ways: Sequence[Way]) -> list[str]:
-    """Describe the obstacles that no swap clears, for the way that leaves the fewest."""
+    """Choose the way after which the fewest obstacles remain, and describe these obstacles in lines of text."""
     if not ways:
         return []
     way = min(ways, key=lambda way: way.remaining.weight)
@@ -232,6 +236,6 @@ def _remaining_in_words(ways: Sequence[Way]) -> list[str]:
 
 
 def _some(expression: Expression, most: int) -> str:
-    """Return the paths of the obstacles, or the first ones and the number of the others."""
+    """Name at most `most` obstacles by the paths of the fields that differ. If there are more, add their number."""
     paths = [obstacle.path for obstacle in by_layers(expression.standing, len(expression.spec.blocks))]
     return some_of(paths, most)

@@ -1,8 +1,9 @@
-"""Swaps on shapes alone: the result of a swap for a model of any size, without its weights.
+"""Run swaps on shapes alone, to learn what they do to a model of any size without its weights.
 
 `params --swap attention=gqa:4` uses this. It runs the ordinary swaps of the registry. A swap's questions about weights
-are answered for typical trained weights, and in a second run for weights that are all zero, which allow the most
-(`facts`). If both runs give the same model and guarantee, these are certain. Otherwise they depend on the weights.
+are answered for typical trained weights. In a second run, they are answered for weights that are all zero, for which
+most swaps are exact (`facts`). If both runs give the same model and guarantee, these are certain. Otherwise they depend
+on the weights.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DEPENDS: Literal["depends on the weights"] = "depends on the weights"
 
 
 def steps_from(swaps: Sequence[str] = (), recipe: str | Path | None = None) -> list[Step]:
-    """Return the steps of a recipe, and then those of `swaps` in the order in which `gptkit swap` runs them.
+    """Return the steps of a recipe, and then the steps that `swaps` request, in the order in which they run.
 
     `swaps` are requests such as "attention=gqa:4", or "tie" for an option without a value.
 
@@ -58,7 +59,10 @@ def steps_from(swaps: Sequence[str] = (), recipe: str | Path | None = None) -> l
 
 
 class _NoText:
-    """A stand-in for a text. It raises TextWanted if a swap reads it, and `wanted` is True once a swap asked for it."""
+    """A stand-in for the calibration text, if there is none. It raises TextWanted if a swap reads the text.
+
+    `wanted` is True after a swap requested the text, even if it did not read it.
+    """
 
     wanted = False
 
@@ -71,13 +75,13 @@ class _NoText:
 
 
 def without_text(work: Callable[..., Swapped], step: Step) -> tuple[Swapped, bool, bool]:
-    """Run a swap without a text, to learn what its result would be with one.
+    """Run a swap without a calibration text, to learn what its result would be with one.
 
-    `work` runs a step with a keyword argument `calibration`.
+    `work` is a function that runs a step. Its argument `calibration` returns the text.
 
     Returns:
-        The result of the swap; whether it is fitted on a text; and whether the components of the new model depend on
-        the text, for example because it decides which layers are dropped. In that case the result is that of the form
+        The result of the swap; whether the swap would be fitted on a text; and whether the new components depend on the
+        text, for example because it decides which layers are dropped. If they do, the result is that of the swap
         without a fit (--approximate).
     """
     text = _NoText()
@@ -90,35 +94,35 @@ def without_text(work: Callable[..., Swapped], step: Step) -> tuple[Swapped, boo
 
 @dataclass(frozen=True)
 class Reshaped:
-    """The result of swaps on shapes alone."""
+    """The result of swaps that ran on shapes alone, without weights."""
 
     spec: ModelSpec  # the model after the swaps
     guarantee: Guarantee | Literal["depends on the weights"]
-    notes: tuple[str, ...]  # for the user
+    notes: tuple[str, ...]  # messages for the user
     usual: Guarantee  # the guarantee for typical trained weights
     settled: bool  # whether the new model has the same components for all weights
     before: ModelSpec  # the model before the swaps
-    steps: tuple[Step, ...]  # with numbers in place of shares such as "75%"
+    steps: tuple[Step, ...]  # the steps that ran, with numbers in place of shares such as "75%"
 
     def costs(self, context: int | None = None) -> tuple[Costs, Costs]:
-        """Return the costs of the models before and after the swaps, at a context length in tokens.
+        """Return the costs of the model before the swaps, and of the model after them, at a context length in tokens.
 
-        The default is the context of the model before.
+        By default, this is the context length of the model before the swaps.
         """
         first = costs(self.before, context)
         return first, costs(self.spec, first.context)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values, without the models."""
+        """Return the result as JSON values, without the models."""
         fields = {name: getattr(self, name) for name in ("guarantee", "usual", "settled")}
         return {"steps": [step.as_json() for step in self.steps], **fields, "notes": list(self.notes)}
 
 
 def _values_after(swapped: Swapped, known: Mapping[str, Value]) -> dict[str, Value]:
-    """Return what is known about the contents of the tensors after a swap.
+    """Return the contents of the new model's tensors, as far as they are known without weights, by name.
 
-    The content of a filled tensor is known, a copied tensor has the content of its source, and that of a computed
-    tensor is unknown.
+    A filled tensor has its known value, and a copied tensor has the content of its source. The content of a computed
+    tensor is an object of its own, which equals no other content.
     """
     contents: dict[str, Value] = {}
     for parameter in swapped.spec.parameters():
@@ -136,18 +140,19 @@ def _values_after(swapped: Swapped, known: Mapping[str, Value]) -> dict[str, Val
 
 @dataclass
 class _Chain:
-    """Swaps that run one after the other on shapes alone: what is known after the last one that ran."""
+    """The state of several swaps that run one after the other on shapes alone."""
 
-    spec: ModelSpec
+    spec: ModelSpec  # the model after the last step
     known: Mapping[str, Value]  # the known contents of tensors
     given: dict[str, Any]  # further arguments of `reshape`
-    done: list[Step] = field(default_factory=list)
-    promised: list[tuple[Guarantee, bool]] = field(default_factory=list)  # by step, and whether certain for all weights
+    done: list[Step] = field(default_factory=list)  # the steps that ran
+    promised: list[tuple[Guarantee, bool]] = field(default_factory=list)
+    """The guarantee of each step for typical trained weights, and whether it holds for all weights."""
     settled: bool = True  # whether the model has the same components for all weights
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # messages for the user
 
     def carry_out(self, asked: Step) -> None:
-        """Run a step for typical trained weights, and if it depends on the weights, again for weights of zeros."""
+        """Run a step for typical trained weights. If the result depends on weights, run it for weights of zeros too."""
         step, trained = plain(asked, self.spec), Assumed(self.known)
         try:
             usual, fitted, chosen = without_text(partial(reshape, self.spec, weights=trained, **self.given), step)
@@ -204,7 +209,7 @@ def swapped(
     offline: bool = False,
     allow_pickle: bool = False,
 ) -> Reshaped:
-    """Run some swaps one after the other on shapes alone.
+    """Run several swaps one after the other on shapes alone, without weights.
 
     Args:
         spec: The model before the swaps.

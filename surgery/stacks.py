@@ -18,7 +18,10 @@ _INSIDE = "encoder."
 
 
 def of_both(spec: ModelSpec, weights: WeightFacts, change: Callable[[ModelSpec, WeightFacts], Swapped]) -> Swapped:
-    """Run the swap `change` on the decoder and on the encoder, and return both results as one."""
+    """Run a swap on the decoder and on the encoder of a model. Return both results as the result of one swap.
+
+    `change` runs the swap on one of the two, with answers to questions about its weights.
+    """
     assert spec.encoder is not None
     decoder, encoder = change(spec, weights), change(spec.encoder, _Facts(weights, spec.encoder))
     assert decoder.spec.encoder == spec.encoder and not (
@@ -38,7 +41,10 @@ def of_both(spec: ModelSpec, weights: WeightFacts, change: Callable[[ModelSpec, 
 
 
 class _Encoder:
-    """The encoder of a model as a model of its own. Its tensor names have no prefix "encoder."."""
+    """The encoder of a model as a model of its own. Its tensor names have no prefix "encoder.".
+
+    `whole` is the model with encoder and decoder.
+    """
 
     def __init__(self, whole: Model, spec: ModelSpec) -> None:
         self.whole, self.spec = whole, spec
@@ -56,10 +62,10 @@ class _Encoder:
 
 @dataclass(frozen=True)
 class _Facts(WeightFacts):
-    """Answers to questions about the encoder's weights, from the answers about the whole model."""
+    """The answers to questions about the encoder's weights."""
 
-    whole: WeightFacts
-    spec: ModelSpec
+    whole: WeightFacts  # the answers for the model with encoder and decoder
+    spec: ModelSpec  # the encoder
 
     def filled(self, value: float, *names: str) -> bool:
         return self.whole.filled(value, *(_INSIDE + name for name in names))
@@ -75,7 +81,7 @@ class _Facts(WeightFacts):
 
 
 def _inside(how: Tensor, spec: ModelSpec) -> Tensor:
-    """Return the recipe of an encoder's tensor with the tensor names of the whole model."""
+    """Convert instructions for a tensor of the encoder alone to the tensor names of the model with both."""
     if isinstance(how, Computed):
         make = how.make
         return Computed(lambda model: make(_Encoder(model, spec)))

@@ -37,7 +37,7 @@ from .registry import Step, steps_of
 
 @dataclass(frozen=True)
 class SwapResult(Shown):
-    """The result of a swap, or of a dry run."""
+    """The result of `swap`, also of a dry run."""
 
     source: Checkpoint
     target: Path
@@ -57,7 +57,7 @@ class SwapResult(Shown):
     same_source: bool | None = None
     """Whether the recipe was recorded from exactly these files. None if gptkit did not write the recipe."""
     naive: Measurement | None = None
-    """The change of the logits if no step had been fitted on a text, for comparison. None if no step was."""
+    """The change of the logits that the same steps would cause without fits on a text. None if no step was fitted."""
     family: Architecture | None = None
     """The family of the Hugging Face files that were written."""
 
@@ -79,28 +79,28 @@ _NO_RECIPE = Recipe("", "", (), "the call")
 
 @dataclass(frozen=True)
 class _Request:
-    """The steps of a call and of its recipe, and the settings for them."""
+    """The swap steps of a call and of its recipe, and the settings for them."""
 
     recipe: Recipe | None
-    steps: list[Step]  # those of the recipe first
+    steps: list[Step]  # the steps of the recipe, and then those of the call
     form: Target  # the output format
     to: str | None  # the output format as the call or the recipe names it
     dtype: str | None  # the requested dtype, as the call or the recipe names it
     calibrate: str | Path | None  # the text file for fits
     tokens: int | None  # the number of tokens to fit on, from the call or the recipe
     stored: str | None  # the dtype in which computed tensors are stored; with None, gptkit chooses it
-    repeats: bool  # whether the call names no text, so that the text must be the same as in the recipe
+    repeats: bool  # whether the call names no text; the text must then be the one that the recipe records
 
     @property
     def labels(self) -> list[str]:
-        """Return the names of the recipe's steps in error messages."""
+        """Return the names of the recipe's steps for error messages."""
         recipe = self.recipe
         return [f"{recipe.where}, step {number}" for number in range(1, len(recipe.steps) + 1)] if recipe else []
 
     def settled(self, dry_run: bool) -> int:
-        """Return how many of the first steps run in exactly the form that they have, without trying other forms.
+        """Return the number of steps at the start that run exactly as given, without trying variants.
 
-        These are the steps of a recipe that gptkit wrote with an output. In a dry run, they are all steps.
+        These are all steps in a dry run. Otherwise they are the steps of a recipe that gptkit wrote with an output.
         """
         if dry_run:
             return len(self.steps)
@@ -112,7 +112,7 @@ class _Request:
         return read_text(source, self.calibrate, self.tokens or most)
 
     def recorded(self, done: Chain) -> Recipe:
-        """Return the recipe to store with the output: the requested steps, in the forms that were chosen for them."""
+        """Return the recipe to store with the output: the requested steps, in the variants that gptkit chose."""
         base = self.recipe or _NO_RECIPE
         steps = tuple(map(_recorded_step, self.steps, done.steps, done.models))
         return replace(base, steps=steps, to=self.to, dtype=self.dtype, calibration=done.calibration, sources={})
@@ -120,11 +120,11 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Measurements:
-    """How much a swap changes the logits. All fields are empty if nothing was measured."""
+    """Measurements of how much a swap changes the logits. All fields are empty if nothing was measured."""
 
-    whole: Measurement | None = None  # by all steps together, from the written files
-    naive: Measurement | None = None  # by the same steps without fits on a text
-    steps: tuple[Measurement, ...] = ()  # by each step alone
+    whole: Measurement | None = None  # the change by all steps together, from the written files
+    naive: Measurement | None = None  # the change by the same steps without fits on a text
+    steps: tuple[Measurement, ...] = ()  # the change by each step alone
 
 
 @as_before()
@@ -236,7 +236,10 @@ def _requested(
     dtype: str | None,
     to: str | None,
 ) -> _Request:
-    """Combine the arguments of a call with its recipe. Arguments win over the recipe, and their steps run after it."""
+    """Combine the arguments of a call of `swap` with its recipe.
+
+    The steps of the arguments run after those of the recipe. For other settings, an argument overrides the recipe.
+    """
     repeats = calibrate is None
     if recipe is not None:
         dtype, to = dtype or recipe.dtype, to or recipe.to
@@ -260,7 +263,8 @@ def _carried_out(
     offline: bool,
     allow_pickle: bool,
 ) -> tuple[Chain, Recipe, Architecture | None]:
-    """Run the steps of a request. Return the result, the recipe to store, and the family of Hugging Face files."""
+    """Run the steps of a request. Return the result, the recipe to store, and the family of Hugging Face files, if any.
+    """
     leaves, recipe = request.form.kind != "local", request.recipe
     done = chain(
         source,
@@ -291,7 +295,7 @@ def _measure(
 ) -> _Measurements:
     """Measure how much the logits change: from the written files, by each step alone, and without fits on a text.
 
-    Steps alone are measured with `each_step`, or if it is None for several steps on a small model.
+    `each_step` says whether to measure each step alone. With None, this is done for several steps on a small model.
     """
     held_out = None if text is None else text.held_out
     text = text if held_out else None
@@ -336,9 +340,14 @@ def _manifest(
 
 
 def _recorded_step(asked: Step, done: Step, model: Model) -> Step:
-    """Return a step as the recipe of the output stores it: the requested step, in the form that was chosen.
+    """Return a step for the recipe of the output: the requested step, with the settings of the variant that was chosen.
 
-    A share such as "gqa:1/2" stays a share. `model` is the model before the step.
+    A share such as "gqa:1/2" stays a share.
+
+    Args:
+        asked: The requested step.
+        done: The step that ran.
+        model: The model before the step.
     """
     value = asked.value if plain(asked, model.spec).value == done.value else done.value
     return replace(asked, value=value, approximate=done.approximate, tokens=done.tokens)
@@ -351,7 +360,10 @@ def _plan(
     family: Architecture | None,
     stored: str | None,
 ) -> FolderPlan:
-    """Plan every file of the output. Hugging Face files store all tensors in the dtype `stored` if it is given."""
+    """Plan every file of the output. `records` are the JSON records of the steps.
+
+    If Hugging Face files are written, they store all tensors in the dtype `stored`, if it is given.
+    """
     to, whole = ("local", None) if family is None else (f"hf:{family.name}", stored)
     last = done.models[-1]
     dtypes = {parameter.name: whole or last.dtype(parameter.name) for parameter in done.spec.parameters()}
@@ -383,7 +395,7 @@ def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:
 def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[str], None] | None = None) -> Damage:
     """Measure the damage of a swap from the published files, in more detail than `swap` does.
 
-    `text` has token ids of the old vocabulary, if there is a text.
+    `text` has token ids of the old vocabulary. With None, the damage is not measured on a text.
     """
     done = result.chain
     suit(done.spec)
@@ -399,8 +411,9 @@ def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[s
 
 
 def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | None) -> tuple[int, ...] | None:
-    """Return the part of the text that a swap is measured on, or None without a text. It is the end of the text, which
-    no fit uses.
+    """Return the part of the calibration text on which a swap is measured, or None without a text.
+
+    This is the end of the text, which no fit uses.
     """
     recipe, source = result.recipe, result.source
     file = calibrate or (None if recipe is None else recipe.text())

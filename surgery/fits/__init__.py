@@ -1,1 +1,1 @@
-"""Fits of weights on a text, without gradients: keys and values, heads, latent attention, feed-forwards, rounding."""
+"""Fits: new weights computed from a model's activations on a text, without gradients. One file per kind of swap."""

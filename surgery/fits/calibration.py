@@ -1,9 +1,9 @@
-"""The text that swaps are fitted on: its token ids, and the activations in a model, one layer at a time.
+"""The text that swaps are fitted on: its token ids, and a model's activations on it, one layer at a time.
 
 A calibrated swap needs the inputs of the layers that it changes. `Calibration.walk` runs the text through a model with
 one layer's weights in memory, and yields every layer with its input. A text has three parts. Swaps are fitted on the
-first part. The second decides between several fits, or between a fit and a simpler form. The last part measures how
-much a swap changes the model.
+first part. The second decides between several fits, or between a fit and a simpler variant of the swap. The last part
+measures how much a swap changes the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PLAY = Path(__file__).parents[2] / "samples" / "play.txt"
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """The token ids of a text, in three parts."""
+    """A text as token ids, divided into three parts."""
 
     fitted: tuple[int, ...]  # the part to fit on
     held_out: tuple[int, ...]  # the part to measure the result on
@@ -50,7 +50,7 @@ class CalibrationText:
     choosing: tuple[int, ...] = ()  # the part to choose between fits on
 
     def renamed(self, promise: Promise) -> CalibrationText:
-        """Return the text with the token ids that it has after a swap that renumbers tokens, without dropped tokens."""
+        """Return the text in the token ids after a swap that renumbers tokens, without tokens that the swap drops."""
         if promise.tokens is None:
             return self
         table = dict(zip(*promise.tokens, strict=True))
@@ -59,22 +59,23 @@ class CalibrationText:
         return replace(self, fitted=fitted, held_out=held_out, choosing=choosing)
 
     def cut(self, tokens: int | None) -> CalibrationText:
-        """Return the text with only the first `tokens` tokens of the part to fit on, or all of them for None."""
+        """Return the text with only the first `tokens` tokens of the part to fit on. None keeps all of that part."""
         return replace(self, fitted=self.fitted[:tokens])
 
 
 class NoText(UsageError):
-    """The error that no text was given. gptkit has a text of its own only for checkpoints that come from a sample."""
+    """The error that a swap needs a text and the user gave none. Only checkpoints of samples have a default text."""
 
 
 def read_text(
     checkpoint: Checkpoint, file: str | Path | None, tokens: int | None = TOKENS, held_out: int = _HELD_OUT
 ) -> CalibrationText:
-    """Read the text for a checkpoint: a file, or the bundled play if the checkpoint comes from a sample.
+    """Read the calibration text for a checkpoint, and convert it into tokens.
 
     Args:
         checkpoint: The checkpoint with the tokenizer.
-        file: A file with plain text in UTF-8.
+        file: A file with plain text in UTF-8. With None, gptkit uses the bundled play if the checkpoint comes from a
+            sample.
         tokens: The number of tokens to fit on. With None, it is as large as the text allows, from `TOKENS` to `MOST`,
             and leaves enough for the other parts.
         held_out: The largest number of tokens to measure on.
@@ -135,7 +136,7 @@ def read_text(
 
 
 class Calibration:
-    """The part of a text to fit on, as rows of token ids (rows, tokens) that a model accepts."""
+    """The part of a text to fit on, cut into sequences that a model accepts: token ids (rows, tokens)."""
 
     def __init__(self, text: CalibrationText, spec: ModelSpec, most: int = _WINDOW) -> None:
         self.text, self.spec = text, spec
@@ -145,16 +146,19 @@ class Calibration:
         self.ids = torch.tensor(text.fitted[: rows * width]).reshape(rows, width)
 
     def within(self, spec: ModelSpec) -> Calibration:
-        """Return the same text in rows that are short enough for another model too."""
+        """Return the same text in sequences that are also short enough for a second model, `spec`."""
         return Calibration(self.text, self.spec, Calibration(self.text, spec, self.ids.shape[1]).ids.shape[1])
 
     def deciding(self, tokens: int) -> Calibration:
-        """Return up to `tokens` tokens of the part to choose on, or if that is empty, of the part to fit on."""
+        """Return the first `tokens` tokens of the part that chooses between fits, as the text to run through the model.
+
+        If the text has no such part, they are taken from the part to fit on.
+        """
         part = self.text.choosing or self.text.fitted
         return Calibration(replace(self.text, fitted=part[:tokens]), self.spec)
 
     def start(self, model: Model) -> tuple[Tensor, Context]:
-        """Return the input of a model's first layer, (rows, tokens, hidden), and the context to run layers with."""
+        """Embed the text. Return the input of the first layer, (rows, tokens, hidden), and the context for layers."""
         rows, steps = self.ids.shape
         front = filled(partial(Front, model.spec), partial(tensor_of, Exactly(model)), torch.float32)
         with torch.no_grad():
@@ -166,10 +170,14 @@ class Calibration:
     def walk(
         self, model: Model, layers: Collection[int] | None = None, without: Collection[int] = ()
     ) -> Iterator[CalibrationLayer]:
-        """Run the text through a model in fp32, and yield its layers, or those in `layers`, with their inputs.
+        """Run the text through a model in fp32, one layer at a time. Yield the layers with their inputs.
 
-        Layers in `without` are left out of the model. Only one layer's weights are in memory. If the caller changes the
-        weights of a layer, the later layers get the changed output.
+        If the caller changes the weights of a yielded layer, the later layers get the changed output.
+
+        Args:
+            model: The model.
+            layers: The layers to yield. The default is all.
+            without: Layers to leave out of the model.
         """
         x, context = self.start(model)
         for index in range(len(model.spec.blocks) if layers is None else max(layers) + 1):
@@ -185,12 +193,12 @@ class Calibration:
 
 @dataclass
 class CalibrationLayer:
-    """A layer of a model while a text runs through the model."""
+    """A layer of a model with its input, while a text runs through the model."""
 
-    index: int
-    module: BlockModule  # the block with its weights
+    index: int  # the number of the layer
+    module: BlockModule  # the layer's block with its weights
     context: Context
-    x: Tensor  # its input, (rows, tokens, hidden)
+    x: Tensor  # the layer's input, (rows, tokens, hidden)
 
     @cached_property
     def output(self) -> Tensor:
@@ -198,16 +206,16 @@ class CalibrationLayer:
         return run_block(self.module, self.x, self.context)[0]
 
     def run(self, *watched: str) -> _Run:
-        """Run the block as `run_block` does. The output is stored for `output`."""
+        """Run the block with `run_block`. The attribute `output` then has the block's output."""
         output, activations = run_block(self.module, self.x, self.context, *watched)
         self.__dict__.setdefault("output", output)
         return output, activations
 
 
 def run_block(block: BlockModule, x: Tensor, context: Context, *watched: str) -> _Run:
-    """Run a block. Return its output, and input and output of the modules in it that `watched` names.
+    """Run a block. Return its output, and for each module named in `watched` the pair of its input and output.
 
-    A name is a path in the block, such as "attention.o_proj".
+    A module is named by its path in the block, such as "attention.o_proj".
     """
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 

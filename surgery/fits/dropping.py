@@ -29,7 +29,7 @@ Layers = tuple[int, ...]
 
 @dataclass
 class Dropping:
-    """The result of a search for the layers to keep."""
+    """The layers that a search decided to keep, and how they were chosen."""
 
     layers: Layers  # the layers to keep, in order
     by: str  # the name of the method that chose them
@@ -39,10 +39,10 @@ class Dropping:
 
 
 def drop(model: Model, calibration: Calibration, plain: Layers) -> Dropping:
-    """Choose which layers to keep, as many as `plain` has.
+    """Choose which layers of a model to keep. The number of layers to keep is that of `plain`.
 
     Three choices are compared: the result of the greedy search, the layers with the most block influence, and `plain`,
-    which is all layers except the last ones before the final layer. The choice with the least KL on the text wins.
+    which has all layers except the last ones before the final layer. The choice with the least KL on the text wins.
     """
     layers, size = len(model.spec.blocks), len(plain)
     text = calibration.deciding(_tokens(model, size))
@@ -69,7 +69,10 @@ def drop(model: Model, calibration: Calibration, plain: Layers) -> Dropping:
 
 
 def _tokens(model: Model, remaining: int) -> int:
-    """Return the number of tokens to measure on. It limits the time of a search that keeps `remaining` layers."""
+    """Return the number of tokens on which candidates are measured, so that the search ends in minutes.
+
+    `remaining` is the number of layers to keep.
+    """
     layers = len(model.spec.blocks)
     passes = max(layers - remaining, 1) * min(layers, _CANDIDATES)
     size = sum(parameter.count for parameter in model.spec.parameters())
@@ -77,12 +80,11 @@ def _tokens(model: Model, remaining: int) -> int:
 
 
 def _without(layers: Layers, layer: int) -> Layers:
-    """Return a tuple of layers without one of them."""
     return tuple(other for other in layers if other != layer)
 
 
 def _whole(model: Model, text: Calibration) -> tuple[Tensor, list[float]]:
-    """Run the unchanged model. Return the output of its last layer, and the block influence of every layer."""
+    """Run the model with all its layers. Return the last layer's output, and the block influence of every layer."""
     influence, output = list[float](), torch.empty(0)
     for layer in text.walk(model):
         influence.append(block_influence(layer.x, layer.output).mean().item())
@@ -91,9 +93,9 @@ def _whole(model: Model, text: Calibration) -> tuple[Tensor, list[float]]:
 
 
 class _Judge:
-    """The whole model, with which models with fewer layers are compared by the KL divergence on a text.
+    """Measures the KL divergence of a model with fewer layers from the model with all layers, on a text.
 
-    `whole` is the output of the whole model's last layer, (rows, tokens, hidden).
+    `whole` is the output of the last layer of the model with all layers, (rows, tokens, hidden).
     """
 
     def __init__(self, model: Model, whole: Tensor) -> None:
@@ -108,14 +110,14 @@ class _Judge:
         return states.flatten(0, 1)
 
     def kl(self, output: Tensor) -> float:
-        """Return the KL in nats per token for the output of the last layer, or infinity if it is not finite."""
+        """Return the KL in nats per token of a model whose last layer has this output. It is infinite for NaN."""
         kl = compare_heads(self.tree, self.tree, (self.whole, self._states(output))).kl.double().mean().item()
         return kl if math.isfinite(kl) else math.inf
 
     def without_one(self, text: Calibration, layers: Layers, candidates: Collection[int]) -> dict[Layers, float]:
-        """Return the KL of the model with `layers` minus one, for every candidate to leave out.
+        """For every candidate layer, return the KL of the model that has `layers` without this candidate.
 
-        All are computed in one pass through the layers.
+        All candidates are computed in one pass through the layers. The keys of the result are the remaining layers.
         """
         outputs: dict[int, Tensor] = {}
         dropped = [layer for layer in range(len(self.model.spec.blocks)) if layer not in layers]

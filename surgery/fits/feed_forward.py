@@ -1,4 +1,4 @@
-"""Fits on a text in feed-forwards, a layer at a time.
+"""Fits of feed-forwards on a text, one layer at a time.
 
 There are three fits: the slope for a new activation function, the output projection of a gated feed-forward that
 becomes plain, and the average weight that a router gives each expert.
@@ -25,7 +25,10 @@ _STRENGTH = 1e-3  # the first strength of the ridge that pulls the projection to
 def slopes(
     model: Model, calibration: Calibration, layers: Mapping[int, Dense], new: Activation
 ) -> Iterator[Mapping[str, Wide]]:
-    """Yield for each layer, by its number, the slope s for which new(s·x)/s is nearest to its old activation."""
+    """Fit the slope s for a new activation function, so that new(s·x)/s is nearest to the old function on the text.
+
+    Yield for each layer its slope, by the layer's number. `layers` has the old feed-forwards.
+    """
     for layer in calibration.walk(model, layers):
         dense = layers[layer.index]
         down = torch.from_numpy(model.wide(f"blocks.{layer.index}.feed_forward.down_proj.weight").copy())
@@ -34,11 +37,11 @@ def slopes(
 
 
 def pre_activations(layer: CalibrationLayer, dense: Dense, down: torch.Tensor) -> torch.Tensor:
-    """Return `SAMPLES` inputs of a layer's activation function on the text.
+    """Sample `SAMPLES` inputs of a layer's activation function on the text.
 
-    An input is sampled in proportion to the effect of an error in its activation on the layer's output. This effect is
-    the squared norm of the unit's column of `down`, in a gated feed-forward times the square of the unit's other
-    factor, the output of up_proj.
+    An input is sampled more often if an error in its activation has more effect on the layer's output. The weight of an
+    input is the squared norm of the column of down_proj (`down`) that its activation is multiplied by. In a gated
+    feed-forward, it is also multiplied by the square of the output of up_proj.
     """
     gated = "gate_proj.weight" in dense.shapes()
     _, seen = layer.run(*((_GATE, UP) if gated else (UP,)))
@@ -52,10 +55,11 @@ def pre_activations(layer: CalibrationLayer, dense: Dense, down: torch.Tensor) -
 
 
 def downs(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[Mapping[str, Wide]]:
-    """Yield the output projection of each gated feed-forward that becomes plain by dropping the factor up(x).
+    """Fit down_proj of gated feed-forwards that become plain, which drops the factor up(x). Yield it for each layer.
 
-    It is down' = argmin E|down·(a · u) - down'·a|² with a = act(gate(x)) and u = up(x). The ridge penalty pulls down'
-    towards down·diag(E[a² u] / E[a²]), which is the best choice if every unit is fitted alone.
+    With a = act(gate(x)) and u = up(x), the new projection is argmin E|down·(a · u) - down'·a|² over down'. The ridge
+    penalty pulls down' towards down·diag(E[a² u] / E[a²]), the best choice if every intermediate element is fitted
+    alone.
     """
     for layer in calibration.walk(model, layers):
         name = f"blocks.{layer.index}.feed_forward.down_proj.weight"
@@ -69,9 +73,9 @@ def downs(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[
 
 
 def shares(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[Mapping[str, Wide]]:
-    """Yield for each layer the sum of the router's weights of each expert over the text, scaled to a total of 1.
+    """Yield for each layer the share of every expert in the router's weights on the text, (experts,).
 
-    It has the shape (experts,), and its key is the layer's number.
+    The shares of a layer sum to 1. The key is the layer's number.
     """
     for layer in calibration.walk(model, layers):
         module = layer.module.feed_forward

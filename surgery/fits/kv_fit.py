@@ -70,7 +70,10 @@ DOWN = "feed_forward.down_proj"
 
 
 def fitted_layers(model: Model, changed: Mapping[int, Any], calibration: Calibration) -> Iterator[dict[str, Wide]]:
-    """Yield the new tensors of each layer in `changed` (layer -> its new attention), in order."""
+    """Fit the attention of some layers on a text. Yield the new tensors of each of these layers, in order.
+
+    `changed` has the new attention of each layer, by the layer's number.
+    """
     student: Tensor | None = None  # the new model's hidden states; None while it equals the original's
     for layer in calibration.walk(model, range(max(changed) + 1)):
         old, context, inputs = layer.module, layer.context, layer.x if student is None else student
@@ -91,9 +94,10 @@ def fitted_layers(model: Model, changed: Mapping[int, Any], calibration: Calibra
 
 
 def averaged_layers(model: Model, changed: Mapping[int, Any]) -> Iterator[dict[str, Wide]]:
-    """Yield the tensors of latent attention without a text, layer by layer. `changed` has the new attention by layer.
+    """Compute latent attention without a text, layer by layer. Yield its tensors for each layer.
 
-    The rotary key is the mean of the old keys, and the latent has the leading directions of the weights alone.
+    The rotary key is the mean of the old keys. The latent has the leading singular directions of the weights, as if all
+    directions of the input were equally frequent. `changed` has the new attention of each layer.
     """
     for index, new in changed.items():
         heads = _Heads.of(block_of(model, index))
@@ -104,7 +108,7 @@ def averaged_layers(model: Model, changed: Mapping[int, Any]) -> Iterator[dict[s
 
 
 def block_with(old: BlockModule, spec: Block, tensors: dict[str, Tensor]) -> BlockModule:
-    """Return a block with new tensors of its attention, and everything else as in the old block."""
+    """Return a block with the components `spec` and new attention tensors. Its other weights are those of `old`."""
     new = BlockModule(spec).to(torch.float32).eval()
     values = dict(old.state_dict())
     values.update({f"attention.{name}": value.float() for name, value in tensors.items()})
@@ -117,10 +121,10 @@ def block_with(old: BlockModule, spec: Block, tensors: dict[str, Tensor]) -> Blo
 
 @dataclass(frozen=True)
 class _Heads:
-    """The projections of one attention by head, in fp64. A bias is a last column of its matrix.
+    """The projections of an attention in fp64, divided by head. A bias is appended to its matrix as the last column.
 
-    H and KV are the numbers of query and key-value heads, d is the head's width, and e the width of the input,
-    including 1 for a bias.
+    H and KV are the numbers of query and key-value heads. d is the width of a head, and e the width of the input, plus
+    1 if there is a bias.
     """
 
     attention: AttentionModule
@@ -131,7 +135,6 @@ class _Heads:
 
     @classmethod
     def of(cls, block: BlockModule) -> _Heads:
-        """Return the projections of a block."""
         attention = block.attention
         assert isinstance(attention, AttentionModule)
         spec = attention.spec
@@ -150,7 +153,7 @@ class _Heads:
         return self.attention.spec
 
     def projections(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of some projections, and their biases if there are any, which are the last columns."""
+        """Divide matrices into weights and biases, by tensor name. The bias of a matrix, if any, is its last column."""
         width, bias = self.spec.hidden_size, self.spec.qkv_bias
         tensors = {f"{name}.weight": weight[:, :width].contiguous() for name, weight in weights.items()}
         return tensors | (
@@ -158,10 +161,10 @@ class _Heads:
         )
 
     def with_latent(self, new: Any, queries: Tensor, key: Tensor, covariance: Tensor) -> dict[str, Tensor]:
-        """Return all tensors of the latent attention `new`. o_proj is unchanged.
+        """Compute the tensors of the latent attention `new`, which replaces this attention. o_proj is unchanged.
 
         Args:
-            new: The latent attention.
+            new: The component of the latent attention.
             queries: The rotary part of the queries, (H, dim, e).
             key: The rotary key that all heads share, (dim, e).
             covariance: The second moment of the layer's input, (e, e).
@@ -197,8 +200,11 @@ class _Heads:
 class _LayerFit:
     """The fit of one layer's attention, in fp64.
 
-    `block` is the original block, and `record` describes the new block. `layer` has the layer's input in the original
-    model (the teacher), and `student` is its input in the new model.
+    Args:
+        block: The original block with its weights.
+        record: The components of the new block.
+        layer: The layer of the original model (the teacher), with its input.
+        student: The input of the same layer in the new model.
     """
 
     def __init__(self, block: BlockModule, record: Block, layer: CalibrationLayer, student: Tensor) -> None:
@@ -222,7 +228,7 @@ class _LayerFit:
         self.scores, self.pattern = self._weights(q, k.repeat_interleave(self.spec.group, dim=1), None)
 
     def fewer_heads(self, new: Attention) -> dict[str, Tensor]:
-        """Return the weights and biases of the new q, k, v and o projections, by their names in the attention."""
+        """Fit an attention with fewer key-value heads. Return weights and biases of its q, k, v and o projections."""
         spec, heads, inputs = self.spec, self.heads, self.inputs
         if len(heads.keys) % new.kv_heads:  # a group splits the readers of a head, so every reader gets its own key
             keys, values = (part.repeat_interleave(spec.group, dim=0) for part in (heads.keys, heads.values))
@@ -252,7 +258,7 @@ class _LayerFit:
         return heads.projections({"q_proj": q, "k_proj": k, "v_proj": v}) | {"o_proj.weight": o}
 
     def latent(self, new: Any) -> dict[str, Tensor]:
-        """Return all tensors of the latent attention `new`, by their names in the attention."""
+        """Fit latent attention. Return all its tensors, by their names in the attention."""
         heads, dim = self.heads, _turning(self.spec)
         queries, key = heads.queries, heads.keys[0]
         if dim:
@@ -264,9 +270,9 @@ class _LayerFit:
         return tensors | {"o_proj.weight": self._refit_output(tensors["o_proj.weight"], by_heads)}
 
     def _shared_key(self, group: Sequence[int], readers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Fit the key head that replaces a group of old key heads. Return its queries (n, d, e) and key (d, e).
+        """Fit one key head that replaces a group of key heads. Return the new queries (n, d, e) and the key (d, e).
 
-        `readers` are the query heads that read the group.
+        `readers` are the numbers of the query heads that use the keys of the group.
         """
         spec, inputs = self.spec, self.inputs
         queries, keys = self.heads.queries[list(readers)], self.heads.keys[list(group)]
@@ -293,9 +299,9 @@ class _LayerFit:
         return q[:, back], k[back]
 
     def _refit_output(self, start: Tensor, mixed: Tensor) -> Tensor:
-        """Fit the output projection (hidden, H·d), so that the new residual stream is near to the original one.
+        """Fit the output projection (hidden, H·d), so that hidden states after attention are near to the original ones.
 
-        `start` is the projection that the ridge pulls towards. `mixed` are the outputs of the new heads, (B, H, T, d).
+        `start` is the projection that the ridge pulls towards. `mixed` has the outputs of the new heads, (B, H, T, d).
         """
         bias = 0 if self.attention.o_proj.bias is None else self.attention.o_proj.bias
         missing = (self.teacher - self.student) / self.sublayer.multiplier
@@ -333,10 +339,10 @@ class _LayerFit:
         return scores, torch.softmax(torch.cat((biased, column), dim=-1), dim=-1)[..., :-1]
 
     def _groups(self, new: int) -> Groups:
-        """Divide the old key-value heads into `new` groups, each of which becomes one head.
+        """Divide the old key-value heads into `new` groups. Each group becomes one head.
 
-        Heads with similar functions are grouped. Neighbouring heads are grouped instead if ALiBi or attention sinks fix
-        the order of heads, if queries have a norm, or if the search would take too long.
+        Heads with similar functions are grouped together. Neighbouring heads are grouped instead if ALiBi or attention
+        sinks fix the order of heads, if queries have a norm, or if the search would take too long.
         """
         heads, spec, dim, rows = self.heads, self.spec, _turning(self.spec), _as_halves(self.spec)
         old = len(heads.keys)
@@ -348,10 +354,10 @@ class _LayerFit:
 
 
 def refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Tensor:
-    """Fit a projection from `inputs` to `wanted` by ridge regression that pulls towards `start`.
+    """Fit a projection from `inputs` to `wanted` by ridge regression that pulls towards the projection `start`.
 
-    A token counts with one over the mean square of the original's residual stream (`stream`), because otherwise a few
-    tokens with huge activations would determine the fit.
+    Every token is weighted by one over the mean square of its hidden states in the original model (`stream`). Otherwise
+    a few tokens with huge activations would determine the fit.
     """
     weight = stream.square().mean(dim=-1).clamp_min(1e-30).reciprocal()
     return ridge_by_held_out(start, inputs, wanted, weight)
@@ -363,25 +369,28 @@ def sublayer_of(block: Block, slot: str) -> SubLayer:
 
 
 def added(sublayer: SubLayer) -> bool:
-    """Return whether a sub-layer's output is added to the residual stream without a norm, but maybe with a factor."""
+    """Return whether no norm follows a sub-layer, so that its output is added to the residual stream directly.
+
+    A constant multiplier of the output is allowed.
+    """
     return sublayer.output_norm is None and sublayer.sum_norm is None
 
 
 def refit_down(
     block: BlockModule, student: Tensor, teacher_output: Tensor, context: Context
 ) -> tuple[Tensor, Tensor | None]:
-    """Fit the down projection of a new block, so that its output is near to the original's.
+    """Fit the down projection of a block with a new attention, so that its output is near to the original block's.
 
-    The projection of experts is not fitted, nor is one that a norm follows.
+    Nothing is fitted in a mixture of experts, or if a norm follows the feed-forward.
 
     Args:
-        block: The block with its new attention.
+        block: The block with its new attention. Its down projection is overwritten.
         student: The block's input in the new model.
         teacher_output: The block's output in the original model.
         context: The context to run the block with.
 
     Returns:
-        The new block's output, and the weight of its down projection, or None for experts.
+        The new block's output, and the weight of its down projection, or None for a mixture of experts.
     """
     if isinstance(block.feed_forward, MixtureOfExpertsModule):
         return run_block(block, student, context)[0], None
@@ -415,7 +424,7 @@ def _biased(spec: Attention) -> bool:
 
 
 def _as_halves(spec: Attention) -> Tensor:
-    """Return the order of a head's elements in which a rotary pair has the places i and i + dim/2."""
+    """Return the order of a head's elements in which the two elements of rotary pair i are at i and i + dim/2."""
     order, dim, position = torch.arange(spec.head_dim), _turning(spec), spec.position
     if not dim or getattr(position, "pairs", "halves") == "halves":
         return order

@@ -31,12 +31,15 @@ _FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # of scores
 
 
 def _opened(rate: float) -> float:
-    """Return the bias of the gate for a constant forgetting rate. The rate is the softplus of the bias."""
+    """Return the bias of a gate that gives a constant forgetting rate: the inverse of softplus."""
     return math.log(math.expm1(rate))
 
 
 def fitted_layers(model: Model, blocks: Mapping[int, Block], calibration: Calibration) -> Iterator[dict[str, Wide]]:
-    """Yield the new tensors of each layer in `blocks` (layer -> its new block), in order."""
+    """Fit linear attention in some layers on a text. Yield the new tensors of each of these layers, in order.
+
+    `blocks` has the new block of each layer, by the layer's number.
+    """
     student: Tensor | None = None  # the new model's hidden states; None while it equals the original's
     for layer in calibration.walk(model, range(max(blocks) + 1)):
         old, context, inputs = layer.module, layer.context, layer.x if student is None else student
@@ -65,7 +68,7 @@ def fitted_layers(model: Model, blocks: Mapping[int, Block], calibration: Calibr
 
 
 def _plain(old: BlockModule, spec: Block) -> BlockModule:
-    """Return the new block with linear attention. It has the weights of the old block, and gates of zero."""
+    """Return a block with linear attention that has the weights of the old block. The weights of its gates are zero."""
     new = BlockModule(spec).to(torch.float32).eval()
     values = {name.replace("attention", "recurrence", 1): value for name, value in old.state_dict().items()}
     gates: Any = new.recurrence.gate_proj
@@ -75,14 +78,14 @@ def _plain(old: BlockModule, spec: Block) -> BlockModule:
 
 
 def _forgetting(mixer: LinearAttentionModule, inputs: tuple[Tensor, ...], wanted: Tensor) -> None:
-    """Choose and set the forgetting rate of each key-value head, and the factor of each query head's scores.
+    """Set the forgetting rate of each key-value head, and a factor of each query head's scores, to the best values.
 
-    Only a grid of values is tried, so the first `TOKENS` tokens suffice.
+    Only a few values are tried, so the first `TOKENS` tokens of the text suffice.
 
     Args:
-        mixer: The new layer.
-        inputs: Its queries, keys, values and gates, (B, heads, T, …).
-        wanted: The output that its heads should have, (B, T, H·d).
+        mixer: The linear attention, whose weights are changed.
+        inputs: Its queries, keys, values and gates on the text, (B, heads, T, …).
+        wanted: The outputs of the original attention's heads, (B, T, H·d).
     """
     rows = max(1, TOKENS // wanted.shape[1])
     (q, k, v, g), wanted, spec = (tensor[:rows] for tensor in inputs), wanted[:rows], mixer.spec
@@ -91,7 +94,7 @@ def _forgetting(mixer: LinearAttentionModule, inputs: tuple[Tensor, ...], wanted
     factors = (1.0,) if mixer.q_norm is not None else _FACTORS  # all heads share the norm's gain
 
     def errors(rate: float) -> Tensor:
-        """Return the squared error with a forgetting rate, for each factor and query head, (factors, H)."""
+        """Return the squared error of the outputs at a forgetting rate, by factor and query head, (factors, H)."""
         differences = [mean(pairs(q * factor, k, torch.full_like(g, -rate)) @ value) - wanted for factor in factors]
         return torch.stack([difference.square().sum(dim=(0, 2, 3)) for difference in differences])
 

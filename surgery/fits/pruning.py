@@ -1,4 +1,4 @@
-"""Fewer units of a feed-forward, query heads or experts, chosen on a text.
+"""Choose on a text which parts to keep: intermediate elements (units) of a feed-forward, query heads, or experts.
 
 There are two ways to choose units or heads. One drops those that the others can best replace, and fits the next
 projection again (Optimal Brain Surgeon, Hassibi & Stork 1993, on the second moments of the projection's inputs). The
@@ -24,10 +24,16 @@ _ROUNDS = 8  # rounds in which units go; on the trained samples, 8 cost a sixth 
 
 
 def refit(old: Wide, moments: Wide, index: Index, ridge: float) -> Wide:
-    """Fit W', which gets only the inputs in `index`, so that its output is near to that of W [out, n] with all inputs.
+    """Fit a projection that gets only some of its inputs, so that its output is near to that with all inputs.
 
-    `old` is W. `moments` [n, n] is the mean of a·aᵀ for inputs a of the text. The fit is least squares with a ridge
-    that pulls towards W. `ridge` is its strength.
+    Args:
+        old: The old projection W [out, n].
+        moments: The second moment of its inputs on the text, the mean of a·aᵀ [n, n].
+        index: The inputs that stay.
+        ridge: The strength of the ridge, which pulls towards W.
+
+    Returns:
+        The new projection [out, len(index)].
     """
     gram = with_ridge(moments, index, ridge)
     target = old @ moments[:, index] + old[:, index] * (gram - moments[np.ix_(index, index)]).diagonal()
@@ -35,16 +41,18 @@ def refit(old: Wide, moments: Wide, index: Index, ridge: float) -> Wide:
 
 
 def with_ridge(moments: Wide, index: Index, ridge: float) -> Wide:
-    """Return the second moments of some inputs, with `ridge` times their mean added to the diagonal."""
+    """Return the rows and columns `index` of a second moment, with `ridge` times their mean added to the diagonal."""
     gram: Wide = moments[np.ix_(index, index)]
     return gram + ridge * max(float(np.trace(gram)) / len(index), 1e-30) * np.eye(len(index))
 
 
 def ridge_for(old: Wide, rows: Wide, stay: Callable[[Wide, float], Index]) -> float:
-    """Return the ridge strength for which W, refitted to fewer inputs, has the least error on unseen tokens.
+    """Choose the ridge strength for which a projection, refitted to fewer inputs, has the least error on new tokens.
 
-    `old` is W [out, n], and `rows` [tokens, n] are its inputs. The first three quarters of them are used for the fit.
-    `stay` is a function of the inputs' second moments and a ridge strength, which returns the inputs that stay.
+    Args:
+        old: The old projection [out, n].
+        rows: Its inputs on the text, [tokens, n]. The fits use the first three quarters, and the errors the others.
+        stay: A function of the inputs' second moment and a ridge strength, which returns the inputs that stay.
     """
     cut = len(rows) - len(rows) // 4
     seen, unseen = rows[:cut], rows[cut:]
@@ -60,9 +68,9 @@ def ridge_for(old: Wide, rows: Wide, stay: Callable[[Wide, float], Index]) -> fl
 
 
 def _reads(model: Model, weight: str, bias: str, activations: Wide) -> tuple[Wide, Wide]:
-    """Return the matrix of a projection, and its inputs on the text.
+    """Return a projection and its inputs on the text (`activations`), with the bias as an additional input.
 
-    If it has a bias, this becomes one more column, for an input that is always 1. `bias` is its name, or "".
+    The bias becomes the last column of the matrix, for an input that is always 1. `bias` is its name, or "" for none.
     """
     if not bias:
         return model.wide(weight), activations
@@ -74,11 +82,18 @@ def _reads(model: Model, weight: str, bias: str, activations: Wide) -> tuple[Wid
 
 
 def least_needed(old: Wide, moments: Wide, units: int, size: int, ridge: float, rounds: int = _ROUNDS) -> Index:
-    """Choose the `size` most needed of the first `units` inputs of W [out, n]; the other inputs always stay.
+    """Choose the `size` most needed of the first `units` inputs of a projection. Other inputs, such as a bias, stay.
 
-    If input j is removed and W is refitted to the others, the mean squared error of the output is ‖W_j‖² / (M⁻¹)_jj,
-    where M is the second moment of the inputs (`moments`). The least needed inputs are removed in several rounds,
-    because every removal changes how much the others are needed.
+    If input j is removed and W is refitted to the others, the mean squared error of the output is ‖W_j‖² / (M⁻¹)_jj.
+    The least needed inputs are removed in several rounds, because every removal changes how much the others are needed.
+
+    Args:
+        old: The projection W [out, n].
+        moments: M, the second moment of its inputs on the text, [n, n].
+        units: The number of inputs to choose from.
+        size: The number of inputs to choose.
+        ridge: The ridge strength.
+        rounds: The number of rounds.
     """
     rest = np.arange(units, old.shape[1])
     stay = np.arange(units)
@@ -91,9 +106,9 @@ def least_needed(old: Wide, moments: Wide, units: int, size: int, ridge: float, 
 
 
 def _needed_units(old: Wide, rows: Wide, units: int, size: int) -> tuple[Index, Wide]:
-    """Choose the `size` most needed of the first `units` inputs of W [out, n], and refit W to them.
+    """Choose the most needed inputs of a projection as `least_needed` does, and refit the projection to them.
 
-    `old` is W, and `rows` [tokens, n] are its inputs on the text.
+    `old` is the projection, and `rows` [tokens, n] are its inputs on the text.
     """
     rest = np.arange(units, old.shape[1])
 
@@ -106,7 +121,10 @@ def _needed_units(old: Wide, rows: Wide, units: int, size: int) -> tuple[Index, 
 
 
 def units(model: Model, calibration: Calibration, inner: Sequence[Inner], size: int) -> Iterator[dict[str, Wide]]:
-    """Yield the tensors of each feed-forward with only its `size` most needed units, and down_proj fitted to them."""
+    """Reduce feed-forwards to their `size` most needed intermediate elements. Yield the tensors of each feed-forward.
+
+    down_proj is fitted to the remaining elements. `inner` has the feed-forwards or experts.
+    """
     for layer in calibration.walk(model, {mlp.layer for mlp in inner}):
         by_path = {mlp.down.split(".", 2)[2].removesuffix(".weight"): mlp for mlp in inner if mlp.layer == layer.index}
         _, seen = layer.run(*by_path)
@@ -126,9 +144,10 @@ def units(model: Model, calibration: Calibration, inner: Sequence[Inner], size: 
 
 
 def unit_activity(model: Model, calibration: Calibration, inner: Sequence[Inner]) -> dict[str, Wide]:
-    """Return the activity of each unit on the text, by the path of its feed-forward.
+    """Return the activity of each intermediate element on the text, by the path of its feed-forward or expert.
 
-    The activity is Minitron's criterion. All tokens of an expert count as one sequence.
+    The activity is the norm of the element's values over a sequence, averaged over sequences (Minitron). All tokens
+    that the router sends to an expert count as one sequence.
     """
     activity: dict[str, Wide] = {}
     for layer in calibration.walk(model, {mlp.layer for mlp in inner}):
@@ -141,9 +160,10 @@ def unit_activity(model: Model, calibration: Calibration, inner: Sequence[Inner]
 
 
 def _activity(outputs: torch.Tensor) -> Wide:
-    """Return the activity of each unit or head, (parts,), from outputs (sequences, tokens, parts, elements).
+    """Return the activity of each part of a layer (a head or an intermediate element), (parts,).
 
-    It is the norm over the tokens of a sequence and over elements, averaged over sequences.
+    It is the norm of a part's output over the tokens of a sequence, averaged over sequences (Minitron). `outputs` is
+    (sequences, tokens, parts, elements of a part).
     """
     return np.asarray(outputs.double().square().sum(dim=(1, 3)).sqrt().mean(dim=0).numpy())
 
@@ -152,18 +172,29 @@ def _activity(outputs: torch.Tensor) -> Wide:
 
 
 def _columns(heads: Sequence[int] | Index, size: int, old: Wide) -> Index:
-    """Return the columns of o_proj (`old`) for some heads of `size` elements, and the column of its bias, if any."""
+    """Return the columns of o_proj that some heads of `size` elements use, and the column of its bias, if any.
+
+    `old` is o_proj, with its bias as a last column if it has one.
+    """
     whole = old.shape[1] // size * size
     columns = by_head(np.asarray(heads), np.arange(size), size)
     return np.append(columns, np.arange(whole, old.shape[1])).astype(np.int64)
 
 
 def _by_need(old: Wide, moments: Wide, size: int, ridge: float) -> Callable[[list[int]], Callable[[Index], float]]:
-    """Return the cost function for `layerwise.remaining`: of the remaining heads, and then of a unit of heads.
+    """Return the cost function that `layerwise.remaining` needs to choose the query heads to remove.
 
-    The cost of a unit is the mean squared error of o_proj's output if the unit is removed and the other heads are
-    refitted. `old` is o_proj [hidden, heads · size], with one more column for a bias, and `moments` is the second
-    moment of its inputs.
+    The cost of removing some heads is the mean squared error of o_proj's output after o_proj is refitted to the other
+    heads.
+
+    Args:
+        old: o_proj [hidden, heads · size], with one more column for a bias.
+        moments: The second moment of its inputs on the text.
+        size: The number of elements of a head.
+        ridge: The ridge strength.
+
+    Returns:
+        A function of the remaining heads, which returns a function of the heads to remove, which returns their cost.
     """
 
     def costs(heads: list[int]) -> Callable[[Index], float]:
@@ -181,7 +212,10 @@ def _by_need(old: Wide, moments: Wide, size: int, ridge: float) -> Callable[[lis
 
 
 def head_activity(model: Model, calibration: Calibration, layers: Mapping[int, int]) -> dict[int, Wide]:
-    """Return the activity of each query head on the text, by layer. `layers` gives each layer's number of heads."""
+    """Return the activity of each query head on the text, by layer. `layers` has the number of heads of each layer.
+
+    The activity is the norm of the head's output over a sequence, averaged over sequences (Minitron).
+    """
     activity = {}
     for layer in calibration.walk(model, layers):
         rows = layer.run("attention.o_proj")[1]["attention.o_proj"][0]
@@ -199,7 +233,7 @@ def _needed_heads(
         rows: Its inputs on the text, [tokens, n].
         size: The number of elements of a head.
         attention: The attention with all heads.
-        remaining: A function of the cost function, which returns the heads that stay (`layerwise.remaining`).
+        remaining: A function that gets the result of `_by_need` and returns the heads that stay.
 
     Returns:
         The heads that stay, and the new o_proj.
@@ -218,10 +252,10 @@ def _needed_heads(
 def heads(
     model: Model, calibration: Calibration, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int
 ) -> Iterator[dict[str, Wide]]:
-    """Yield the tensors of each layer's attention with only its most needed query heads, and o_proj fitted to them.
+    """Reduce attention to its `new` most needed query heads. Yield the tensors of each layer's attention.
 
-    `fitting` has for each layer the new number of key-value heads, and the units of heads that may be removed together.
-    `new` is the number of query heads that stay.
+    o_proj is fitted to the remaining heads. `fitting` has for each layer the number of key-value heads that stay, and
+    the sets of query heads that can be removed together.
     """
     for layer in calibration.walk(model, fitting):
         rows = layer.run("attention.o_proj")[1]["attention.o_proj"][0]
@@ -245,10 +279,10 @@ def heads(
 
 
 def expert_saliency(model: Model, calibration: Calibration, layers: Collection[int]) -> dict[int, Wide]:
-    """Return REAP's score of each expert, (experts,), by layer.
+    """Return REAP's score for the importance of each expert, (experts,), by layer.
 
     The score is the router's weight of the expert times the norm of the expert's output, averaged over the tokens that
-    it gets. An expert without tokens gets 0.
+    the router sends to the expert. An expert without tokens gets 0.
     """
     saliency = {}
     for layer in calibration.walk(model, layers):

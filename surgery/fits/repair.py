@@ -1,4 +1,4 @@
-"""Fit the projections that write into the residual stream again on a text, after a swap that changes attention.
+"""Refit output projections and down projections on a text, after a swap that changes attention.
 
 The original and the model after the swap run together, as in `kv_fit`. In each layer, the output projection is fitted
 to the original's attention output, plus the difference between the hidden states of the two models before the layer.
@@ -22,7 +22,10 @@ OUTPUT = "attention.o_proj"
 def refitted_layers(
     model: Model, swapped: Swapped, layers: Collection[int], calibration: Calibration
 ) -> Iterator[dict[str, Wide]]:
-    """Yield the new weights of o_proj and down_proj of each of these layers, in order."""
+    """Refit o_proj and down_proj in some layers on a text. Yield their new weights for each of these layers, in order.
+
+    `swapped` is the result of the swap on `model`.
+    """
     after, calibration = SwappedModel(model, swapped), calibration.within(swapped.spec)
     student, context = calibration.start(after)
     for layer in calibration.walk(model, range(max(layers) + 1)):

@@ -26,11 +26,16 @@ _BLOCK = 128  # inputs whose errors are passed on to the later inputs together
 def rounded_layers(
     model: Model, stages: Mapping[int, Sequence[Sequence[str]]], grid: Callable[[Wide], Grid], calibration: Calibration
 ) -> Iterator[dict[str, Wide]]:
-    """Yield the rounded weights of each layer.
+    """Round the weights of some layers by GPTQ. Yield the rounded weights of each layer.
 
-    `stages` has for each layer lists of weights, in the order in which they run. The weights in one list are rounded on
-    inputs from the same pass. `grid` returns the grid of a weight. A weight that gets no tokens, as in an expert that
-    the router never chooses, is rounded to nearest.
+    A weight that gets no tokens, as in an expert that the router never chooses, is rounded to nearest.
+
+    Args:
+        model: The model.
+        stages: For each layer, lists of weight names in the order in which the linears run. The weights in one list are
+            rounded on inputs from the same pass.
+        grid: A function that returns the grid of a weight.
+        calibration: The text.
     """
     for layer in calibration.walk(model, stages):
         rounded: dict[str, Wide] = {}

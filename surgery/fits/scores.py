@@ -1,4 +1,4 @@
-"""Refit queries and keys to the original's attention scores, for fewer key-value heads.
+"""Refit queries and keys, after key-value heads were merged, so that attention scores are near to the original's.
 
 After `regression.fit_keys`, this is the step that helps most. The notation is that of `regression`: n query heads read
 one new key head, d = head_dim, e = width of the input. Biases are weights on a constant input of 1.
@@ -15,7 +15,7 @@ from .regression import rotate
 
 
 class _ScoreFit(NamedTuple):
-    """The result of a refit."""
+    """The result of `refit_scores`: the new queries and key, and the error of the scores before and after."""
 
     queries: Tensor  # (n, d, e)
     key: Tensor  # (d, e)
@@ -89,7 +89,7 @@ class _Scores:
         return x if self.angles is None else rotate(x, -self.angles)
 
     def residual(self, queries: Tensor, key: Tensor, b: int) -> Tensor:
-        """Return the original's scores minus the present ones for sequence b, (n, T, T), with 0 at masked positions."""
+        """Return the original's scores minus the current ones for sequence b, (n, T, T), with 0 at masked positions."""
         q, k = self.turned(self.inputs[b] @ queries.transpose(-1, -2)), self.turned(self.inputs[b] @ key.T)
         missing: Tensor = self.scores[b] - q @ k.T * self.scale
         return missing.masked_fill(self.probabilities[b] == 0, 0)
@@ -112,7 +112,7 @@ class _Scores:
         return total
 
     def solve(self, queries: Tensor, key: Tensor, steps: int, strength: float) -> tuple[Tensor, Tensor]:
-        """Return the change of queries and key that nearly solves the linearised problem, after some steps."""
+        """Return the change of queries and key after some steps of conjugate gradients on the linearised problem."""
         heads, d, width = queries.shape
         q = [self.turned(x @ queries.transpose(-1, -2)) * self.scale for x in self.inputs]  # (n, T, d) each
         k = [self.turned(x @ key.T) * self.scale for x in self.inputs]  # (T, d) each

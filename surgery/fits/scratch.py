@@ -1,4 +1,4 @@
-"""Results of fits that are computed on first use, and are kept on disk until the output is written."""
+"""The results of fits. A fit runs when one of its results is first needed, and stores all results on disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..base import Computed, Model, Wide
 
 
 class Scratch:
-    """The arrays that a fit to a model gives, by name. They are stored in a temporary folder.
+    """The arrays that a fit computes, by name. They are stored in a temporary folder.
 
     `fit` is a function of the model that yields groups of arrays by name, in any order. It runs once, when an array is
     first requested. The folder is deleted together with this object.
@@ -29,15 +29,17 @@ class Scratch:
 
     @classmethod
     def by(cls, name: str, *given: Any) -> Scratch:
-        """Return the future results of a function in `surgery/fits`, such as "feed_forward.downs".
+        """Prepare a fit that runs when a result is first requested.
 
-        The function is imported and called, with the model and the arguments `given`, when a result is first requested.
+        Args:
+            name: A function in `surgery/fits`, such as "feed_forward.downs". It is imported only when it runs.
+            given: The arguments of the function after the model.
         """
         module, _, function = name.partition(".")
         return cls(lambda model: getattr(import_module(f".{module}", __package__), function)(model, *given))
 
     def waiting(self, names: Iterable[str]) -> dict[str, Computed]:
-        """Return recipes for some tensors. The fit runs when one of them is first requested."""
+        """Return some of the fit's arrays as tensors of a swap. The fit runs when one of them is first computed."""
         return {name: Computed(lambda model, name=name: self.of(model, name)) for name in names}  # type: ignore[misc]
 
     def of(self, model: Model, name: str) -> Wide:
