@@ -263,7 +263,9 @@ def _carried_out(
     offline: bool,
     allow_pickle: bool,
 ) -> tuple[Chain, Recipe, Architecture | None]:
-    """Run the steps of a request. Return the result, the recipe to store, and the family of Hugging Face files, if any.
+    """Run the steps of a request. Return their result, the recipe to store, and the family of Hugging Face files.
+
+    The family is None if the output has gptkit's own format.
     """
     leaves, recipe = request.form.kind != "local", request.recipe
     done = chain(

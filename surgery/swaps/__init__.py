@@ -1,1 +1,1 @@
-"""The swaps, with one kind per file. `registry` has their order."""
+"""The swaps, with one kind per file. `registry` lists them in the order in which they run."""

@@ -1,4 +1,4 @@
-"""One activation function in place of another.
+"""Replace the activation function of feed-forwards by another one.
 
 act(x) and new(s·x)/s have the same slopes at ±∞ for every s. The factor s, called the slope, is folded into the
 projection before the activation, and 1/s into the one after it (in a gated feed-forward, into up_proj). That is
@@ -9,8 +9,9 @@ projection before the activation, and 1/s into the one after it (in a gated feed
 - a good approximation between GELU and SiLU, with the slope 1.702, or with the best slope for a layer's inputs on a
   text.
 
-Two SiLU units with different slopes, q·silu(b₁x)/b₁ + (1-q)·silu(b₂x)/b₂, approximate GELU 3.7 times closer than one.
-The feed-forward becomes twice as wide. Two GELUs approximate SiLU 18 times closer.
+A unit is one element of the intermediate dimension. Two SiLU units with different slopes, q·silu(b₁x)/b₁ +
+(1-q)·silu(b₂x)/b₂, approximate GELU 3.7 times closer than one. The feed-forward becomes twice as wide. Two GELU units
+approximate SiLU 18 times closer.
 
 ReLU in place of a smooth activation needs training (ReLUfication, 2310.04564).
 """
@@ -66,7 +67,7 @@ possible if b₁ and b₂ become equal and q grows without bounds, but then digi
 
 
 def slope(old: Activation, new: Activation) -> float:
-    """Return the known slope s for which old(x) ≈ new(s·x)/s. No text is needed."""
+    """Return the slope s for which old(x) ≈ new(s·x)/s, as far as it is known without a text."""
     if old == "relu":
         return _LIMIT
     if new == "relu":
@@ -75,7 +76,7 @@ def slope(old: Activation, new: Activation) -> float:
 
 
 def how(old: Activation, new: Activation) -> Guarantee:
-    """Return the guarantee of replacing an activation by another one with the known slope."""
+    """Return the guarantee for replacing the activation `old` by `new` with the slope from `slope`."""
     alike = any({old, new} <= set(group) for group in (_TANH, _PHI, ("silu", "quick_gelu")))
     if old in (new, "relu") or alike:
         return "exact"
@@ -86,14 +87,20 @@ def how(old: Activation, new: Activation) -> Guarantee:
 
 
 def _around(path: str, dense: Dense) -> tuple[list[str], list[str]]:
-    """Return the names of the tensors that compute the activation's input, and of those that multiply its output."""
+    """Return the names of the tensors before the activation, and of the tensors that multiply its output.
+
+    For a plain feed-forward, these are up_proj and down_proj. For a gated one, they are gate_proj and up_proj.
+    """
     if isinstance(dense, GatedFeedForward):
         return tensors_of(path, dense, "gate_proj"), tensors_of(path, dense, "up_proj")
     return tensors_of(path, dense, "up_proj"), [f"{path}.down_proj.weight"]
 
 
 def _one_unit(path: str, dense: Dense, s: _Slope) -> dict[str, Tensor]:
-    """Return the tensors for new(s·x)/s in place of act(x). s goes into the projection before, 1/s into that after."""
+    """Return the tensors of a feed-forward that computes new(s·x)/s instead of act(x).
+
+    The projection before the activation is multiplied by s, and the one after it by 1/s.
+    """
 
     def scaled(name: str, power: int) -> Computed:
         return Computed(lambda model: model.wide(name) * s(model) ** power)
@@ -103,7 +110,10 @@ def _one_unit(path: str, dense: Dense, s: _Slope) -> dict[str, Tensor]:
 
 
 def _two_units(path: str, dense: Dense, b: tuple[float, float], a: tuple[float, float]) -> dict[str, Tensor]:
-    """Return the tensors for a₁·new(b₁·x) + a₂·new(b₂·x) in place of act(x). All units appear twice, in two halves."""
+    """Return the tensors of a feed-forward that computes a₁·new(b₁·x) + a₂·new(b₂·x) instead of act(x).
+
+    It is twice as wide. The first half of its intermediate elements has the slope b₁, and the second half b₂.
+    """
 
     def stacked(name: str, factors: tuple[float, float], axis: int) -> Computed:
         return Computed(lambda model: np.concatenate([model.wide(name) * factor for factor in factors], axis=axis))
@@ -115,7 +125,7 @@ def _two_units(path: str, dense: Dense, b: tuple[float, float], a: tuple[float, 
 
 
 def _pair(old: Activation, kind: str) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the slopes b and the weights a of the two units that replace one unit; see `_two_units`."""
+    """Return the slopes b and the weights a for `_two_units`. `kind` is the new activation, a key of `TWO_UNITS`."""
     first, second, q = TWO_UNITS[kind]
     once = _QUICK if old == "quick_gelu" else 1.0  # silu(1.702 x)/1.702
     return (first * once, second * once), (q / first / once, (1 - q) / second / once)
@@ -125,7 +135,10 @@ def _pair(old: Activation, kind: str) -> tuple[tuple[float, float], tuple[float,
 
 
 def _to_other(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Change the activation with the known slope. With --approximate, change only the function and no weights."""
+    """Change the activation with the slope that is known without a text.
+
+    With --approximate, change only the activation function and no weights.
+    """
 
     def tensors_of_layer(_: int, path: str, old: Dense) -> dict[str, Tensor]:
         s = slope(old.activation, new)
@@ -135,7 +148,7 @@ def _to_other(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Change the activation, with the slope that is best for each layer's inputs on a text."""
+    """Change the activation with the slope that fits each layer's inputs on a text best."""
     mlps = _different(spec, asked, new)
     known = any(how(dense.activation, new) != "approximate" for dense in mlps.values())
     mixed = any(isinstance(spec.blocks[i].feed_forward, MixtureOfExperts) for i in mlps)
@@ -157,7 +170,7 @@ def _to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Change the activation, with two units with the new activation in place of each old unit."""
+    """Change the activation, and replace each intermediate element by two with the new activation."""
     mlps = _different(spec, asked, new)
     for layer, dense in mlps.items():
         unnormed(f"blocks.{layer}.feed_forward", dense)
@@ -175,7 +188,7 @@ def _to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense]:
-    """Return the chosen feed-forwards whose activation is not `new`, by layer."""
+    """Return the feed-forwards to change, by layer: those of the chosen layers with another activation than `new`."""
     possible = f"Possible: {', '.join(name for name in TARGETS if name != new)}"
     refusal = f"these feed-forwards use {new} already"
     layers = asked.those(spec, lambda block: dense_of(block).activation != new, refusal, possible)
@@ -191,7 +204,7 @@ def _different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dens
 
 
 def _one_of(mlps: Mapping[int, Dense]) -> str:
-    """Name the activations of feed-forwards."""
+    """Return the names of the activations of some feed-forwards as a phrase, such as "gelu and silu"."""
     return " and ".join(sorted({dense.activation for dense in mlps.values()}))
 
 
@@ -203,10 +216,15 @@ def _swapped(
     named: bool = False,
     width: int = 1,
 ) -> Swapped:
-    """Return the model with the new activation in some feed-forwards, which become `width` times as wide.
+    """Return the result of a swap that gives some feed-forwards the activation `new`.
 
-    `make` is a function of layer, path and component of a feed-forward, which returns its tensors. With `named`, no
-    weights change.
+    Args:
+        spec: The old model.
+        mlps: The feed-forwards to change, by layer.
+        new: The new activation.
+        make: A function of layer, path and component of a feed-forward, which returns its new tensors.
+        named: Whether only the activation function changes, and no weights (--approximate).
+        width: The new intermediate size, divided by the old one.
     """
     blocks, kinds, tensors = {}, list[Guarantee](), dict[str, Tensor]()
     for layer, dense in mlps.items():
@@ -234,9 +252,9 @@ def _swapped(
 
 
 def _worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
-    """Return the form with two units, such as "silu:2", if it is useful for every layer, to try it in `gptkit swaps`.
+    """Return the values to try in `gptkit swaps`: "silu:2" or "gelu:2" if two units are better than one in every layer.
 
-    Forms that need a text are not tried.
+    `form` is the value of this swap. For the other values, return ().
     """
     old = {dense_of(block).activation for block in spec.blocks} - {new}
     two = form.endswith(":2") and new in _FROM and bool(old)
@@ -248,12 +266,12 @@ def _worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
 
 
 def _known_slope(new: Activation, step: Step) -> list[Step]:
-    """Return the simpler form of a step: with the known slope, which needs no text."""
+    """Return the simpler variant of a step: with the slope that is known without a text."""
     return [dataclasses.replace(step, value=new)]
 
 
 def _entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: str) -> Swap:
-    """Return the swap for one form of the option, such as "silu", "silu:2" or "silu:fit"."""
+    """Return the swap for one value of the option, such as "silu", "silu:2" or "silu:fit"."""
     plain = form == new
     return Swap(
         option="activation",

@@ -1,4 +1,4 @@
-"""Adapters as peft and mlx-lm save them: their changes to a model, by the names of the base model's modules.
+"""Read adapters (LoRA, DoRA) as peft and mlx-lm save them.
 
 adapter_config.json says how to read the tensors. gptkit refuses unsupported methods (IA3, AdaLoRA, LoHa) and settings,
 and names them in the message.
@@ -75,9 +75,9 @@ class Adapter:
     config: Mapping[str, Any]
     sha256: str  # of the file with the tensors
     lora: Mapping[str, Lora]  # the low-rank changes, by module
-    saved: Mapping[str, str]  # for tensors of the base model, the tensors in the file that replace them
-    base: Mapping[str, str]  # for tensors of the base model, their copies in the file
-    rows: Mapping[str, str]  # for embeddings, the tensors in the file with new rows for the tokens in `indices`
+    saved: Mapping[str, str]  # by tensor of the base model, the name of the tensor in the file that replaces it
+    base: Mapping[str, str]  # by tensor of the base model, the name of an unchanged copy in the file
+    rows: Mapping[str, str]  # by embedding, the name of the tensor in the file with new rows for the tokens `indices`
     file: Weights = field(repr=False)
     mlx: bool = False  # whether mlx-lm wrote the adapter
 
@@ -89,16 +89,16 @@ class Adapter:
 
     @property
     def method(self) -> str:
-        """Return the method as a word for the output's manifest: "lora" or "dora", maybe with "+rslora"."""
+        """Return the name of the method for the output's manifest: "lora" or "dora", with "+rslora" for rsLoRA."""
         dora = self.config.get("use_dora") or self.config.get("fine_tune_type") == "dora"
         return ("dora" if dora else "lora") + ("+rslora" if self.config.get("use_rslora") else "")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor by its name in the file."""
+        """Return the shape of a tensor of the adapter's file."""
         return self.file.info[name][1]
 
     def read(self, name: str, part: int | None = None) -> Wide:
-        """Return a tensor of the file in fp64, or its slice `part` along the first dimension.
+        """Return a tensor of the file in fp64. With `part`, return only that index of the first dimension.
 
         Raises InvalidInput for NaN or infinity.
         """
@@ -112,10 +112,11 @@ class Adapter:
         return values
 
     def factors(self, module: str, expert: int | None, experts: int) -> tuple[Wide, Wide]:
-        """Return A (rank, in) and B (out, rank) of a module, or of one of its `experts` experts.
+        """Return A (rank, in) and B (out, rank) of a module.
 
-        If a tensor has all experts, peft stores the rows of A by expert and then by rank, and the columns of B by rank
-        and then by expert.
+        If the module has A and B of all experts in one tensor each, return those of expert number `expert`. In such
+        tensors, peft stores the rows of A by expert and then by rank, and the columns of B by rank and then by expert.
+        `experts` is the number of experts.
         """
         lora = self.lora[module]
         if expert is None:
@@ -128,9 +129,9 @@ class Adapter:
         return self._wide(lora.a, matrices[0]), self._wide(lora.b, matrices[1])
 
     def factor_shapes(self, module: str, outputs: int, inputs: int, experts: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes that A and B must have in the file, by name, for a matrix (outputs, inputs).
+        """Return the shapes that A and B of a module must have in the file to fit a weight (outputs, inputs).
 
-        With `experts`, A and B are for that number of such matrices.
+        The keys are the names of A and B. If `experts` is not 0, they are for the weights of that number of experts.
         """
         lora = self.lora[module]
         dimensions = (*self.shape(lora.a), 0, 0)
@@ -142,11 +143,11 @@ class Adapter:
         return {lora.a: (rank - rank % (experts or 1), inputs), lora.b: (outputs, rank)}
 
     def scale(self, module: str, parameter: str | None = None, experts: int = 0) -> float:
-        """Return the factor of B·A: α / r, or with rsLoRA α / √r. An adapter of mlx-lm gives the factor in its config.
+        """Return the factor by which B·A is multiplied: α / r, or with rsLoRA α / √r. mlx-lm stores it in its config.
 
-        peft's settings `rank_pattern` and `alpha_pattern` may give r and α for a module. If the adapter trains a
-        parameter that is not the weight of a linear, they are looked up by its name, `parameter`. Raises SwapRefused if
-        the tensors have another rank than the config says.
+        In peft's config, `rank_pattern` and `alpha_pattern` may give r and α for single modules. If the adapter trains
+        a parameter that is not the weight of a linear, they are looked up by its name, `parameter`. Raises SwapRefused
+        if the tensors have another rank than the config says.
         """
         if self.mlx:
             return self._mlx_scale
@@ -173,7 +174,7 @@ class Adapter:
 
     @cached_property
     def _patterns(self) -> dict[str, dict[str, Any]]:
-        """Return the values of `rank_pattern` and `alpha_pattern`, by setting, and by matching module or parameter."""
+        """Return the values that `rank_pattern` and `alpha_pattern` give, by setting and by module or parameter."""
         names = [*self.lora, *(name for module in self.lora for name in self.parameters_of(module))]
         settings: dict[str, dict[str, Any]] = {}
         for setting in ("rank_pattern", "alpha_pattern"):
@@ -186,25 +187,26 @@ class Adapter:
 
     @property
     def target_parameters(self) -> list[str]:
-        """Return the setting `target_parameters`: the last parts of names of parameters.
+        """Return peft's setting `target_parameters`: the ends of names of parameters that the adapter trains.
 
-        peft trains them although they are not the weight of a linear module.
+        These are parameters that are not the weight of a linear module, such as stacked weights of experts.
         """
         names = self.config.get("target_parameters") or []
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     def parameters_of(self, module: str) -> list[str]:
-        """Return the names of the parameters of a module that `target_parameters` may mean."""
+        """Return the names of a module's parameters that the setting `target_parameters` includes."""
         bare = without_wrappers(module)
         ends = dict.fromkeys(parameter.rpartition(".")[2] for parameter in self.target_parameters)
         return [f"{bare}.{end}" for end in ends if self.targets(f"{bare}.{end}")]
 
     def targets(self, parameter: str) -> bool:
-        """Return whether `target_parameters` names a parameter, by peft's rule: an equal name, or its last parts."""
+        """Return whether `target_parameters` includes a parameter: one of its entries is the name or its end."""
         return any(parameter == target or parameter.endswith(f".{target}") for target in self.target_parameters)
 
     def indices(self, module: str) -> list[int]:
-        """Return the token ids of the new rows of an embedding. Raises SwapRefused if the config does not list them."""
+        """Return the ids of the tokens for which an embedding has new rows. Raises SwapRefused if the config has none.
+        """
         given = self.config.get("trainable_token_indices")
         if isinstance(given, dict):
             given = next((ids for name, ids in given.items() if f".{module}".endswith(f".{name}")), None)
@@ -222,9 +224,9 @@ _WRAPPER = ".base_layer"
 
 
 def without_wrappers(module: str) -> str:
-    """Return a module's name without the parts ".base_layer".
+    """Return a module's name without all ".base_layer" at its end.
 
-    peft adds such a part for every parameter of the module that it trains.
+    peft appends one for every parameter of the module that it trains.
     """
     while module.endswith(_WRAPPER):
         module = module.removesuffix(_WRAPPER)
@@ -232,7 +234,7 @@ def without_wrappers(module: str) -> str:
 
 
 def wrappers(module: str) -> int:
-    """Return the number of parts ".base_layer" at the end of a module's name."""
+    """Return the number of times that a module's name ends in ".base_layer"."""
     return (len(module) - len(without_wrappers(module))) // len(_WRAPPER)
 
 
@@ -280,7 +282,7 @@ def read_adapter(reference: str, *, offline: bool = False, allow_pickle: bool = 
 
 
 def _read_mlx(reference: str, config: Mapping[str, Any], sha256: str, file: Weights) -> Adapter:
-    """Read what mlx-lm's training writes: LoRA or DoRA adapters, or after full fine-tuning the complete tensors."""
+    """Read an adapter that mlx-lm trained: LoRA, DoRA, or complete tensors after full fine-tuning."""
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora", "full"):
         raise SwapRefused(f"{reference} has the fine_tune_type {shown(kind)}, which gptkit does not know")

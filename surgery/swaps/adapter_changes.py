@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint that an adapter changes, and whether the adapter fits them.
+"""Find the tensors of a checkpoint that an adapter changes, and check that the adapter fits them.
 
 Adapters use the names of modules in transformers. In most families these are the names in checkpoints too, and
 `Architecture.bind_all` knows both. Adapters of models of images and text use longer names, which `composite.bare_names`
@@ -34,28 +34,28 @@ class Change:
     sources: tuple[str, ...]
     """The old model's parameters that have the values of this tensor."""
     module: str | None = None
-    """The module whose A and B change the tensor, if there are such."""
+    """The module of the adapter whose A and B change the tensor. None if none does."""
     parameter: str | None = None
     """The name of the changed parameter, if it is not the weight of a linear (peft's `target_parameters`)."""
     expert: int | None = None
-    """The expert whose matrix changes, if A and B of all experts are stored together."""
+    """The number of the expert whose matrix changes, if A and B of all experts are stored together."""
     experts: int = 0
     """The number of experts whose A and B are stored together."""
     stands_in: str | None = None
-    """The tensor of the adapter's file that replaces the whole tensor."""
+    """The name of the tensor of the adapter's file that replaces this tensor completely."""
     bias: str | None = None
-    """The module whose B has a bias. This bias is added to the tensor, which is a bias too."""
+    """The module whose B has a bias, if that is added to this tensor. The tensor is then a bias too."""
     rows: str | None = None
-    """The module for which the adapter has new rows, if the tensor is an embedding or head."""
+    """The embedding or head for which the adapter has new rows, if this tensor has its rows."""
     inputs_first: bool = False
     """Whether the matrix is stored as [in, out] (Conv1D), not as [out, in]."""
 
 
 def leaves_of(spec: ModelSpec, origin: Origin | None) -> tuple[Architecture, dict[str, BoundLeaf]]:
-    """Return a model's original family, and the tensors that it has in checkpoints, by all their possible names.
+    """Return a model's original Hugging Face family, and its checkpoint tensors by all names that they may have.
 
-    A tied head is included. Raises SwapRefused if the model does not come from a Hugging Face family, or if that family
-    cannot express it any more.
+    A tied head is included. Raises SwapRefused if the model does not come from a Hugging Face family, or if the family
+    can no longer express it after swaps.
     """
     family = None if origin is None else origin.family
     if family is None:
@@ -87,7 +87,7 @@ class _Names:
         self.shared_names = architecture.repeats(spec)
 
     def leaf(self, tensor: str) -> BoundLeaf | None:
-        """Return the tensor with this name, or None if the model has no such tensor."""
+        """Return the checkpoint tensor with this name, or None if the model has no such tensor."""
         for name in bare_names(tensor):
             known = self.architecture.canonical_name(name, self.leaves, self.layers)
             if known is not None and known in self.leaves:
@@ -95,9 +95,9 @@ class _Names:
         return None
 
     def parameter(self, adapter: Adapter, module: str) -> BoundLeaf | None:
-        """Return the parameter that a module of peft's `target_parameters` changes, or None if there is none.
+        """Return the parameter that the adapter changes in a module by `target_parameters`, or None if it changes none.
 
-        peft wraps the parameter's module once for every trained parameter of it, so the number of wrappers in the
+        peft wraps the parameter's module once for every trained parameter of it. So the number of wrappers in the
         module's name says which parameter is meant. The last parameter has the outermost wrapper.
         """
         bare = without_wrappers(module)
@@ -107,12 +107,12 @@ class _Names:
         return self.leaves[trained[place]] if place >= 0 else None
 
     def _children(self, module: str) -> list[str]:
-        """Return the names of a module's own parameters, in the order of transformers' modules."""
+        """Return the names of the parameters that belong to a module itself, in the order of transformers' modules."""
         known = {spelled for name in bare_names(module) for spelled in self.architecture.spellings(name)}
         return [name for name in self.leaves if name.rpartition(".")[0] in known]
 
     def switched(self, module: str) -> list[BoundLeaf]:
-        """Return the matrices of all experts that a module of mlx-lm has. The list is empty for other modules."""
+        """Return the matrices of all experts, if `module` is a module of mlx-lm that has all of them, else []."""
         match = _SWITCH.fullmatch(module)
         if match is None:
             return []
@@ -126,7 +126,7 @@ class _Names:
 def changes_of(
     adapter: Adapter, architecture: Architecture, leaves: Mapping[str, BoundLeaf], spec: ModelSpec
 ) -> dict[str, Change]:
-    """Return the changes that an adapter makes, by the names of the checkpoint's tensors.
+    """Return the changes that an adapter makes to a checkpoint, by the names of the tensors that change.
 
     Raises SwapRefused if the model does not have a module of the adapter, or if a weight would be changed twice.
     """
@@ -167,7 +167,7 @@ def changes_of(
 def with_tables(
     adapter: Adapter, architecture: Architecture, leaves: Mapping[str, BoundLeaf], spec: ModelSpec
 ) -> Adapter:
-    """Return an adapter of mlx-lm with A and B of the token embedding swapped; other adapters are unchanged.
+    """Return an adapter of mlx-lm with A and B of the token embedding swapped. Other adapters are unchanged.
 
     mlx-lm stores lora_a as (tokens, rank) and lora_b as (rank, hidden). Swapped, they are B and A of a linear whose
     weight is (tokens, hidden).
@@ -180,9 +180,9 @@ def with_tables(
 
 
 def _changed(adapter: Adapter, names: _Names, module: str) -> Iterator[tuple[BoundLeaf | None, dict[str, Any]]]:
-    """Yield the tensors that A and B of a module change, each with the fields of its `Change`.
+    """Yield the tensors that A and B of a module change, each with values for fields of `Change`.
 
-    A tensor that the model does not have is None.
+    The tensor is None if the model does not have the module.
     """
     experts = names.switched(module) if adapter.mlx else []
     if experts:
@@ -210,9 +210,9 @@ def _changed(adapter: Adapter, names: _Names, module: str) -> Iterator[tuple[Bou
 
 
 def _turned(adapter: Adapter, lora: Lora, leaf: BoundLeaf) -> bool:
-    """Return whether an expert's matrix is stored as [in, out].
+    """Return whether the checkpoint stores an expert's matrix as [in, out], so that A and B fit it only transposed.
 
-    The shapes of A and B show that. If the matrix is square, the family's layout does.
+    For a square matrix, the shapes of A and B do not decide this, but the family's layout does.
     """
     inputs, outputs = adapter.shape(lora.a)[-1:], adapter.shape(lora.b)[:1]
     fits = [shape for shape in (leaf.shape, leaf.shape[::-1]) if shape == (*outputs, *inputs)]
@@ -220,7 +220,7 @@ def _turned(adapter: Adapter, lora: Lora, leaf: BoundLeaf) -> bool:
 
 
 def _inputs_first(leaf: BoundLeaf) -> bool:
-    """Return whether the checkpoint stores a matrix as [in, out] (Conv1D), not as [out, in]."""
+    """Return whether the checkpoint stores a matrix as [in, out], as Conv1D does, and not as [out, in]."""
     layout = leaf.layout
     if layout.is_identity or len(leaf.shape) != 2:
         return False
@@ -228,9 +228,9 @@ def _inputs_first(leaf: BoundLeaf) -> bool:
 
 
 def _require_own(adapter: Adapter, names: _Names, unknown: list[str]) -> None:
-    """Raise SwapRefused if there are `unknown` names: modules that the model does not have.
+    """Raise SwapRefused if the adapter has modules that the model does not have (`unknown`, by their names).
 
-    The message says so if such a module shares its weights with another one.
+    The message differs for a module that shares its weights with another one.
     """
     shared = [name for name in unknown for bare in bare_names(f"{name}.weight") if bare in names.shared_names]
     if shared:
@@ -266,7 +266,7 @@ def require_fitting(adapter: Adapter, changes: Mapping[str, Change], leaves: Map
 
 
 def _needed(adapter: Adapter, change: Change) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that the adapter's tensors must have for a change, by their names in the adapter's file."""
+    """Return the shapes that tensors of the adapter's file must have for a change, by their names in the file."""
     needed: dict[str, tuple[int, ...]] = {}
     if change.stands_in is not None:
         needed[change.stands_in] = change.leaf.shape
@@ -287,9 +287,10 @@ def _needed(adapter: Adapter, change: Change) -> dict[str, tuple[int, ...]]:
 
 
 def _require_all_layers(adapter: Adapter, changes: Mapping[str, Change], leaves: Mapping[str, BoundLeaf]) -> None:
-    """Raise SwapRefused if the adapter lacks layers of this model that peft would have trained.
+    """Raise SwapRefused if the adapter lacks some layers of this model.
 
-    peft trains all modules in `target_modules`, unless the config restricts the layers.
+    peft trains the modules in `target_modules` in all layers, unless the config restricts the layers. Then nothing is
+    checked.
     """
     targets, config = adapter.config.get("target_modules"), adapter.config
     partly = config.get("layers_to_transform") is not None or config.get("exclude_modules")
@@ -309,15 +310,15 @@ def _require_all_layers(adapter: Adapter, changes: Mapping[str, Change], leaves:
 
 
 def _kind(name: str) -> str:
-    """Return a tensor's name with N in place of the layer's number."""
+    """Replace the layer's number in a tensor's name by N."""
     return re.sub(r"\.\d+\.", ".N.", name, count=1)
 
 
 def _hint(adapter: Adapter, changes: Mapping[str, Change] | None = None) -> str | None:
-    """Return a hint for an adapter that does not fit.
+    """Return the hint for the error that an adapter does not fit the model, or None.
 
     If the adapter has another number of tokens, the hint is to change the vocabulary first. Otherwise it names the
-    model that the adapter was trained on, if known.
+    model that the adapter was trained on, if its config says that.
     """
     for change in (changes or {}).values():
         if change.leaf.shared[0] in (EMBEDDING, HEAD) and change.stands_in is not None:

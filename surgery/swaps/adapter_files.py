@@ -36,7 +36,7 @@ _READERS: dict[str, Callable[[Path], Weights]] = {
 
 
 def open_files(reference: str, offline: bool, allow_pickle: bool) -> tuple[Path, Weights, str]:
-    """Return the path of an adapter's config, its tensors, and the sha256 of the file with the tensors.
+    """Return the path of an adapter's config, its opened tensors, and the sha256 of the file with the tensors.
 
     `reference` is a folder, or a repository on the hub (org/name, org/name@revision). Raises InvalidInput if there is
     no adapter or a file is damaged, UntrustedInput if the adapter is a pickle and `allow_pickle` is False, and Offline
@@ -62,7 +62,7 @@ def open_files(reference: str, offline: bool, allow_pickle: bool) -> tuple[Path,
 
 
 def _finder(reference: str, offline: bool) -> Callable[[str], Path | None]:
-    """Return a function of a file name that returns the path of this file of the adapter, or None without one."""
+    """Return a function that finds a file of the adapter by its file name. It returns the path, or None without one."""
     from huggingface_hub import constants
 
     from ...converter.hub import Repository

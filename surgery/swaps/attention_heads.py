@@ -1,4 +1,4 @@
-"""The number of query heads.
+"""Change the number of query heads.
 
 More heads are always exact: the columns of new heads in o_proj are zero. Their other weights are copies of old heads,
 so that training can change the zeros. In grouped attention, every key-value head gets the same number of additional
@@ -97,7 +97,7 @@ def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swappe
 
 
 def _activities(spec: ModelSpec, asked: Asked, layers: Iterable[int]) -> dict[int, Wide]:
-    """Return the activity of every query head in these layers on the text (`pruning.head_activity`), by layer."""
+    """Return the activity of every query head of these layers on the text, by layer (`fits.pruning.head_activity`)."""
     calibration, heads = asked.text("choosing the heads to remove"), {i: spec.blocks[i].attention.heads for i in layers}
 
     def question(model: Model) -> dict[int, Wide]:
@@ -109,7 +109,7 @@ def _activities(spec: ModelSpec, asked: Asked, layers: Iterable[int]) -> dict[in
 
 
 def _chosen_heads(path: str, attention: Grouped, choice: HeadChoice) -> dict[str, Tensor]:
-    """Return the tensors of an attention with the chosen heads. Silent heads get columns of zeros in o_proj."""
+    """Return the tensors of an attention with the chosen heads. Heads that must output zero get zeros in o_proj."""
     tensors: dict[str, Tensor] = {}
     for part in parts(path, attention):
         heads = choice.keys if part.keys else choice.heads
@@ -122,9 +122,10 @@ def _chosen_heads(path: str, attention: Grouped, choice: HeadChoice) -> dict[str
 
 
 def _key_counts(attention: Grouped, new: int) -> list[int]:
-    """Return the possible numbers of key-value heads for `new` query heads.
+    """Return the numbers of key-value heads that an attention with `new` query heads may have.
 
-    These are the present number, and the one for which groups keep their size. Raises SwapRefused if neither divides.
+    These are the present number, if it divides `new`, and the number for which a key-value head has as many query heads
+    as before, if that is whole. Raises SwapRefused if both are impossible.
     """
     keys = key_heads(attention)
     group = attention.heads // keys
@@ -139,9 +140,10 @@ def _key_counts(attention: Grouped, new: int) -> list[int]:
 
 
 def _more(attention: Grouped, new: int) -> HeadChoice:
-    """Choose old heads for a larger number of heads. The additional ones are copies that output zeros.
+    """Choose the old heads whose weights `new` heads get, if the attention gets more heads.
 
-    With ALiBi, the old heads move to the places that have their slopes.
+    The additional heads are copies of old heads, but output zeros. With ALiBi, an old head moves to the place that has
+    its slope.
     """
     old, keys = attention.heads, key_heads(attention)
     group = old // keys
@@ -166,7 +168,10 @@ def _more(attention: Grouped, new: int) -> HeadChoice:
 
 
 def _refuse_grouped_alibi(attention: Grouped, new: int) -> None:
-    """Raise SwapRefused for ALiBi with grouped heads, which cannot move to the places that have their slopes."""
+    """Raise SwapRefused for ALiBi with several query heads per key-value head.
+
+    The heads of a group cannot move to other places, so their ALiBi slopes would change with the number of heads.
+    """
     if isinstance(attention.position, ALiBi):
         raise SwapRefused(
             f"ALiBi's slopes depend on the number of heads, and {attention.heads} grouped heads cannot take the slopes"
@@ -176,9 +181,10 @@ def _refuse_grouped_alibi(attention: Grouped, new: int) -> None:
 
 
 def _units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
-    """Return the sets of query heads that can be removed together.
+    """Return the sets of query heads that can be removed together, if `new` query heads stay.
 
-    These are single heads, whole groups, or with ALiBi all heads whose slopes do not exist for `new` heads.
+    These are single heads, or all query heads of a key-value head. With ALiBi, there is one set, with all heads whose
+    slopes do not exist for `new` heads.
     """
     old, keys = attention.heads, key_heads(attention)
     single = tuple(np.array([head]) for head in range(old))
@@ -199,13 +205,16 @@ def _units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
 
 
 def _outputs(model: Model, path: str, attention: Grouped) -> Wide:
-    """Return the weight of o_proj by query head, (hidden, heads, elements of a head)."""
+    """Return the weight of o_proj, divided by query head: (hidden, heads, elements of a head)."""
     columns: Wide = model.wide(f"{path}.o_proj.weight")
     return columns.reshape(len(columns), attention.heads, -1)
 
 
 def _values(model: Model, path: str, attention: Grouped) -> Wide:
-    """Return the weight of v_proj by query head, (heads, elements of a head, inputs). A bias is the last column."""
+    """Return the weight of v_proj for each query head, (heads, elements of a head, inputs). A bias is the last column.
+
+    Query heads that share a value head get the same rows.
+    """
     shapes = attention.shapes()
     linear = "v_proj" if "v_proj.weight" in shapes else "v_up_proj"
     keys = key_heads(attention)
@@ -216,7 +225,7 @@ def _values(model: Model, path: str, attention: Grouped) -> Wide:
 
 
 def _by_weights(model: Model, path: str, attention: Grouped) -> Wide:
-    """Return ‖O V‖² for each query head, the squared norm of its part of o_proj times v_proj."""
+    """Return ‖O V‖² for each query head, where O is the head's part of o_proj and V its part of v_proj."""
     products = np.einsum(
         "ohe,hei->hoi", _outputs(model, path, attention), _values(model, path, attention), optimize=True
     )
@@ -225,7 +234,7 @@ def _by_weights(model: Model, path: str, attention: Grouped) -> Wide:
 
 
 def _dead(model: Model, path: str, attention: Grouped) -> np.ndarray:
-    """Return for each query head whether its output is always zero, because its values or columns of o_proj are."""
+    """Return for each query head whether its output is always zero, because its part of v_proj or o_proj is zero."""
     unheard = ~_outputs(model, path, attention).any(axis=(0, 2))
     return np.asarray(unheard | ~_values(model, path, attention).any(axis=(1, 2)))
 
@@ -233,9 +242,9 @@ def _dead(model: Model, path: str, attention: Grouped) -> np.ndarray:
 def _without_dead(
     asked: Asked, path: str, attention: Grouped, new: int, new_keys: int, units: Sequence[Index]
 ) -> HeadChoice | None:
-    """Return a choice of `new` heads that leaves out only heads whose output is always zero, or None.
+    """Choose `new` query heads such that all others always output zero, so that removing the others is exact.
 
-    None means that there are too few such heads.
+    Return None if too few heads always output zero. `units` are the sets of heads that can be removed together.
     """
     all_heads = np.ones(attention.heads, dtype=bool)
     dead = asked.weights.ask(lambda model: _dead(model, path, attention), ~all_heads, all_heads)
@@ -247,7 +256,7 @@ def _without_dead(
 
 
 def _examples(spec: ModelSpec) -> tuple[str, ...]:
-    """Return numbers of heads to try on a model in `gptkit swaps`."""
+    """Return the numbers of heads that `gptkit swaps` tries on a model."""
     attention = spec.blocks[0].attention
     keys, heads = key_heads(attention), attention.heads
     step = keys if 1 < keys < heads else 1

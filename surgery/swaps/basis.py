@@ -1,10 +1,11 @@
-"""The residual stream in other coordinates.
+"""Transform the residual stream into other coordinates.
 
 RMSNorm divides its input by its length, and keeps its direction. So the residual stream may be transformed by any
 isometry U, into a space that is as wide or wider (SliceGPT 2401.15024, section 3.2, calls this computational
 invariance). U is folded into every linear that writes into the stream, and Uᵀ into every linear that reads it. The
-norms' weight γ does not commute with U, so γ is folded into the readers, and the norms get a weight of 1. The mean of
-squares is over d' coordinates instead of d, so eps becomes eps·d/d', and readers are multiplied by √(d/d').
+norms' weight γ does not commute with U, so γ is folded into the linears that read the norm, and the norms get a weight
+of 1. The mean of squares is over d' coordinates instead of d, so eps becomes eps·d/d', and the linears that read a norm
+are multiplied by √(d/d').
 """
 
 import math
@@ -30,7 +31,10 @@ CENTRED = 1e-15
 
 
 def length_ratio(old: int, new: int) -> float:
-    """Return √(d/d'), by which the root mean square of a vector shrinks if zeros extend it from d to d' coordinates."""
+    """Return √(d/d'), where d is the old number of coordinates and d' the new one.
+
+    If zeros are appended to a vector, its root mean square shrinks by this factor.
+    """
     return math.sqrt(old / new)
 
 
@@ -40,14 +44,26 @@ def eps_for(eps: float, old: int, new: int) -> float:
 
 
 def _reader(weight: str, gamma: str, ratio: float, into: _Into) -> Compute:
-    """Return a function that computes a reader R in new coordinates, after a norm without γ: ratio · R γ Uᵀ."""
+    """Return a function that computes a linear that reads the residual stream, in the new coordinates: ratio · R γ Uᵀ.
+
+    Args:
+        weight: The name of the old weight R.
+        gamma: The name of the weight γ of the norm before it. The new norm has the weight 1.
+        ratio: The factor √(d/d').
+        into: The conversion U to the new coordinates.
+    """
     return lambda model: into(model, model.wide(weight) * model.wide(gamma)) * ratio
 
 
 def _written_in(name: str, axis: int, into: _Into) -> Compute:
-    """Return a function that computes a writer in new coordinates: U W, U b, or the rows of an embedding.
+    """Return a function that computes a tensor that writes into the residual stream, in the new coordinates.
 
-    `axis` is the axis of the tensor that has the size of the residual stream.
+    It is U W for a weight, U b for a bias, and the converted rows for an embedding.
+
+    Args:
+        name: The name of the old tensor.
+        axis: The axis of the tensor that has the size of the residual stream.
+        into: The conversion U to the new coordinates.
     """
 
     def compute(model: Model) -> Wide:
@@ -61,7 +77,7 @@ def _written_in(name: str, axis: int, into: _Into) -> Compute:
 
 
 def table_rows(model: Model, norm: Norm) -> Wide:
-    """Return the rows of the token embedding after the norm that follows it."""
+    """Return the rows of the token embedding, normalised by the norm that follows the embedding."""
     rows = model.wide("embedding.weight")
     rows = normed_row(rows - rows.mean(axis=1, keepdims=True) if norm.centred else rows, norm.eps)
     rows = rows * model.wide("embedding.norm.weight")
@@ -76,10 +92,10 @@ def normed_row(rows: Wide, eps: float) -> Wide:
 def in_basis(
     spec: ModelSpec, size: int, into: _Into, norm_of: Callable[[str, Norm], Norm]
 ) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Return a model with its residual stream in other coordinates, and its tensors. All its norms must be RMSNorm.
+    """Convert the residual stream of a model to other coordinates. Return the new model and its tensors.
 
-    The head is untied, because γ of the last norm is folded into the head but not into the embedding. A norm on the
-    token embedding is folded into its rows.
+    All norms on the residual stream must be RMSNorm. The head is untied, because γ of the last norm is folded into the
+    head but not into the embedding. A norm on the token embedding is folded into the rows of the embedding.
 
     Args:
         spec: The old model.
@@ -106,29 +122,38 @@ def in_basis(
 
 
 def with_norms(block: Block, path: str, new_norms: Mapping[str, Norm]) -> Block:
-    """Return a block with some of its norms replaced. `new_norms` has the new norms by path."""
+    """Return a block with other norms before its attention and feed-forward. `new_norms` has the new norms by path.
+
+    Norms that are not in `new_norms` stay.
+    """
     return block.replaced(**{name.rpartition(".")[2]: new_norms.get(name, norm) for name, norm in norms(block, path)})
 
 
 def exchanged(spec: ModelSpec, new_norms: Mapping[str, Norm]) -> ModelSpec:
-    """Return the model with some of its norms replaced. `new_norms` has the new norms by path."""
+    """Return a model with other norms on its residual stream. `new_norms` has the new norms by path.
+
+    Norms that are not in `new_norms` stay.
+    """
     blocks = {layer: with_norms(block, f"blocks.{layer}", new_norms) for layer, block in enumerate(spec.blocks)}
     embedding = replace(spec.embedding, norm=new_norms.get("embedding.norm", spec.embedding.norm))
     return with_blocks(spec, blocks, embedding=embedding, final_norm=new_norms.get("final_norm", spec.final_norm))
 
 
 def chosen_norms(spec: ModelSpec, layers: tuple[int, ...] | None) -> dict[str, Norm]:
-    """Return the norms that read the residual stream, by path: all of them, or those of some layers."""
+    """Return the norms of some layers that read the residual stream, by path. With None, return those of all layers.
+
+    With None, the last norm is included too.
+    """
     if layers is None:
         return dict(stream_norms(spec))
     return {path: norm for layer in layers for path, norm in norms(spec.blocks[layer], f"blocks.{layer}")}
 
 
 def resized(spec: ModelSpec, size: int) -> ModelSpec:
-    """Return the model with another hidden size. The eps of norms is unchanged."""
+    """Return the model with another hidden size in all components. The eps of norms is unchanged."""
 
     def part(node: Any) -> Any:
-        """Resize a component that reads or writes the residual stream, and the experts in it."""
+        """Give a component that reads or writes the residual stream the new hidden size, and also the experts in it."""
         if node is None:
             return None
         width = "hidden_size" if hasattr(node, "hidden_size") else "size"
@@ -153,7 +178,7 @@ def resized(spec: ModelSpec, size: int) -> ModelSpec:
 
 
 def norms(block: Block, path: str) -> Iterator[tuple[str, Norm]]:
-    """Yield path and component of the norms of a block that read the residual stream.
+    """Yield the path and the component of every norm of a block that reads the residual stream.
 
     Raises SwapRefused if one of them is not LayerNorm or RMSNorm.
     """
@@ -162,7 +187,7 @@ def norms(block: Block, path: str) -> Iterator[tuple[str, Norm]]:
 
 
 def known(path: str, norm: Norm | None) -> tuple[str, Norm]:
-    """Return a norm and its path. Raises SwapRefused if it is not a LayerNorm or RMSNorm over the whole hidden size."""
+    """Return path and norm. Raises SwapRefused if it is not a LayerNorm or RMSNorm over the whole hidden size."""
     if not isinstance(norm, LayerNorm | RMSNorm):
         raise unknown(path, norm, "LayerNorm or RMSNorm")
     if isinstance(norm, LayerNorm) and norm.groups > 1:
@@ -173,7 +198,7 @@ def known(path: str, norm: Norm | None) -> tuple[str, Norm]:
 
 
 def stream_norms(spec: ModelSpec) -> list[tuple[str, Norm]]:
-    """Return path and component of every norm that reads the residual stream: those of the layers and the last norm.
+    """Return the path and the component of every norm that reads the residual stream, including the last norm.
 
     A norm on the token embedding is not included.
     """
@@ -184,7 +209,7 @@ def stream_norms(spec: ModelSpec) -> list[tuple[str, Norm]]:
 
 
 def every_norm(spec: ModelSpec) -> list[tuple[str, Norm]]:
-    """Return path and component of the norm on the token embedding, if there is one, and of those of `stream_norms`."""
+    """Return path and component of every norm that reads the residual stream, and of a norm on the embedding."""
     table = spec.embedding.norm
     if table is not None and spec.embedding.multiplier != 1:
         raise SwapRefused("the embedding has a multiplier before its norm, which this swap does not support")
@@ -192,6 +217,6 @@ def every_norm(spec: ModelSpec) -> list[tuple[str, Norm]]:
 
 
 def require_weights(spec: ModelSpec) -> None:
-    """Raise SwapRefused if a norm on the residual stream multiplies by anything but its weight, such as 1 + weight."""
+    """Raise SwapRefused if a norm on the residual stream multiplies by something else than its weight."""
     for path, norm in every_norm(spec):
         weighed(path, norm)

@@ -1,4 +1,4 @@
-"""The number of experts in a mixture: fewer of them, which stay unchanged.
+"""Reduce the number of experts in mixtures. The experts that stay are unchanged.
 
 A text decides which experts stay, by REAP's criterion (Lasby et al. 2510.13999): the router's weight of an expert times
 the norm of its output, averaged over its tokens. The router keeps the rows of these experts, and chooses as many
@@ -58,7 +58,7 @@ def _fewer_experts(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _require(layer: int, mixture: MixtureOfExperts, new: int) -> None:
-    """Raise SwapRefused if a mixture cannot have `new` experts."""
+    """Raise SwapRefused if a mixture cannot be reduced to `new` experts."""
     old, group = mixture.experts, mixture.groups
     least = -(-mixture.top_k * group // min(mixture.top_groups, group))
     least = max(least, group * mixture.group_best if group > 1 else 1)
@@ -70,7 +70,7 @@ def _require(layer: int, mixture: MixtureOfExperts, new: int) -> None:
 
 
 def _never_chosen(asked: Asked, layer: int, mixture: MixtureOfExperts) -> np.ndarray:
-    """Return for each expert whether the router can never choose it, whatever the token."""
+    """Return for each expert whether the router cannot choose it for any token, because its choice bias is too low."""
     all_experts = np.ones(mixture.experts, dtype=bool)
     ungrouped = mixture.groups == 1 and mixture.scores == "sigmoid" and mixture.biased == "scores"
     if not (ungrouped and mixture.choice_bias):
@@ -84,7 +84,10 @@ def _never_chosen(asked: Asked, layer: int, mixture: MixtureOfExperts) -> np.nda
 
 
 def _scores(mixtures: dict[int, Any], asked: Asked) -> tuple[dict[int, Wide], str]:
-    """Return a score for the importance of each expert, (experts,) by layer, and the name of the criterion."""
+    """Return the importance of each expert, (experts,) by layer, and the name of the criterion.
+
+    With --approximate, it is computed from the weights, and otherwise on the text.
+    """
     if asked.approximate:
         equal = {layer: np.ones(mixture.experts) for layer, mixture in mixtures.items()}
         return asked.weights.ask(partial(_by_weights, mixtures=mixtures), equal, equal), "norms of weights"
@@ -128,7 +131,7 @@ def _chosen_experts(path: str, mixture: MixtureOfExperts, index: Index) -> dict[
 
 
 def _examples(spec: ModelSpec) -> tuple[str, ...]:
-    """Return three quarters of the number of experts, to try on a model in `gptkit swaps`."""
+    """Return the value that `gptkit swaps` tries on a model: three quarters of its number of experts."""
     counts = {block.feed_forward.experts for block in spec.blocks if isinstance(block.feed_forward, MixtureOfExperts)}
     return tuple(str(count * 3 // 4) for count in counts if len(counts) == 1 and count >= 4)
 
