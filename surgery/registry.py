@@ -58,7 +58,7 @@ class Step:
     tokens: int | None = None
     """The number of tokens of the text to fit on. With None, gptkit chooses the number."""
     written: str = field(default="", compare=False)
-    """What the user wrote, such as "--feed-forward swiglu", if it stands for several steps. Otherwise empty."""
+    """What the user wrote, such as "--mlp swiglu", if it stands for several steps. Otherwise empty."""
     comment: str = field(default="", compare=False)
     """The comment on the step in a recipe."""
 

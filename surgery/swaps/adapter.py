@@ -205,8 +205,7 @@ class Adapter:
         return any(parameter == target or parameter.endswith(f".{target}") for target in self.target_parameters)
 
     def indices(self, module: str) -> list[int]:
-        """Return the ids of the tokens for which an embedding has new rows. Raises SwapRefused if the config has none.
-        """
+        """Return the ids of the tokens for which an embedding has new rows. Raises SwapRefused if they are unknown."""
         given = self.config.get("trainable_token_indices")
         if isinstance(given, dict):
             given = next((ids for name, ids in given.items() if f".{module}".endswith(f".{name}")), None)

@@ -3,8 +3,10 @@
 value-bias: the attention weights of a query sum to one, so the bias of the values only adds a constant to the output.
 It moves into the output bias: b_o += W_o b_v, with b_v of a key-value head repeated for every query head of its group
 (TransformerLens, `fold_value_biases`).
-scale: the scale of the scores is folded into the queries, and becomes 1, or with "scale:head" 1/√head_dim, the scale of
+
+scale: the scale of the scores is folded into the queries. The new scale is 1, or with "scale:head" 1/√head_dim, as in
 most families. If the queries have a norm, the norm's weight is multiplied instead of the projection.
+
 norm: γ of a norm is folded into the weights that read it, and β into their biases (TransformerLens, `fold_ln`).
 
 Biases may also be dropped. Dropping a bias of zeros is exact. So is dropping the bias of keys that have no rotary
@@ -41,10 +43,13 @@ from .norm import has_bias, shifts_taken
 
 
 def _output_of_value_bias(output: Wide, bias: Wide, group: int, head_dim: int) -> Wide:
-    """Return W_o b_v, the effect of the value bias on the output.
+    """Return W_o b_v, the constant that the bias of the values adds to the attention's output.
 
-    `output` is W_o [hidden, heads · head_dim], and `bias` is b_v [kv_heads · head_dim]. Each key-value head is read by
-    `group` query heads.
+    Args:
+        output: W_o, [hidden, heads · head_dim].
+        bias: b_v, [kv_heads · head_dim].
+        group: The number of query heads per key-value head.
+        head_dim: The number of elements of a head.
     """
     return np.asarray(output @ np.repeat(bias.reshape(-1, head_dim), group, axis=0).reshape(-1))
 
@@ -78,14 +83,14 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _rescaled(name: str, factor: float, norm: Norm | None = None) -> Computed:
-    """Return a tensor times a factor. If it belongs to a norm, the norm's gain or bias is multiplied."""
+    """Return a tensor times a factor. For a norm's weight, the gain is multiplied, which may be 1 + weight."""
     if norm is not None:
         return Computed(regained(norm, name, partial(np.multiply, factor)))
     return Computed(lambda model: model.wide(name) * factor)
 
 
 def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Fold the scale of the scores into the queries."""
+    """Fold the scale of the attention scores into the queries."""
     if asked.argument not in (None, "head"):
         raise SwapRefused(f"--fold {asked.value!r} is unknown", "Known: scale, scale:head.")
     tensors, changed = dict[str, Tensor](), dict[int, Attention]()
@@ -112,14 +117,14 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _scaled_inputs(weight: str, gamma: str) -> Compute:
-    """Return a function that computes a linear's weight R [out, in] with γ of its norm folded into it: R·diag(γ)."""
+    """Return a function that folds a norm's weight γ into the weight R [out, in] of a linear after it: R·diag(γ)."""
     return lambda model: model.wide(weight) * model.wide(gamma)
 
 
 def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Fold γ and β of norms into the linears that read them.
+    """Fold weight and bias of norms into the linears that read them.
 
-    These are the norms before attention and feed-forward, and for all layers also the last norm.
+    These are the norms before attention and feed-forward. If no layers were chosen, the last norm is folded too.
     """
     require_weights(spec)
     computed, whole = dict[str, Compute](), asked.layers is None
@@ -152,12 +157,11 @@ def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _without_bias(norm: Norm) -> Norm:
-    """Return the norm without its bias."""
     return replace(norm, bias=False) if has_bias(norm) else norm
 
 
 def _clear(norm: Norm, path: str, tensors: dict[str, Tensor]) -> None:
-    """Add the recipe for a norm's weight of 1 to `tensors`."""
+    """Set a norm's weight to 1: add it to the new tensors `tensors`."""
     tensors[f"{path}.weight"] = Filled((norm.size,), 1.0, f"{path}.weight")
 
 
@@ -184,7 +188,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def _biases_of(spec: ModelSpec, what: str, layers: tuple[int, ...] | None = None) -> list[str]:
-    """Return the bias tensors that a value of --drop means, in some layers or in the whole model."""
+    """Return the names of the biases that a value of --drop means (`what`), in some layers or in the whole model."""
     components = {path: node for path, node in spec.nodes() if what != "norm.bias" or isinstance(node, Norm)}
     if what == "head.bias":
         components = {"head": spec.has_head()}
@@ -248,7 +252,7 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _possible(fold: Callable[[ModelSpec, Asked], Swapped], spec: ModelSpec, asked: Asked) -> bool:
-    """Return whether a fold is possible on this model."""
+    """Return whether a fold, such as `_fold_norm`, is possible on this model."""
     try:
         fold(spec, asked)
     except (MissingComponent, SwapRefused):

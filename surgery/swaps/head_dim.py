@@ -1,4 +1,4 @@
-"""The width of a head, from d to N.
+"""Change the width of attention heads from d to N.
 
 Wider heads are always exact: keys and values get elements that are zero, so scores are unchanged. Families compute the
 scale 1/√N from the width, and the queries compensate for that: q·√(N/d).
@@ -40,11 +40,11 @@ _POSITIONS = 1024  # positions to compare, at most
 
 
 class _Plan(NamedTuple):
-    """How the elements of a head are padded or removed."""
+    """A way to pad the heads of an attention, or to remove elements from them."""
 
-    within: Index  # for each element of a new head, the old element, or -1 for zero
+    within: Index  # for each element of a new head, the number of the old element that it copies, or -1 for zero
     position: object  # the new position encoding
-    note: str = ""  # for the user
+    note: str = ""  # a message for the user
 
 
 def _resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -95,10 +95,10 @@ def _by_rms(path: str, attention: Attention) -> None:
 
 
 def _choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size: int, how: str) -> _Plan:
-    """Return the best exact way to give heads the width `size`, in the order of the module's docstring.
+    """Choose an exact way to give the heads of an attention the width `size`. Raises SwapRefused if there is none.
 
-    `how` is "theta" or "partial" to allow only a new base or only partial rotation, or "". Raises SwapRefused if there
-    is none.
+    The module's docstring lists the ways, the best first. `how` is "theta" to allow only a new RoPE base, "partial" to
+    allow only RoPE on a part of the head, or "" to allow both.
     """
     old, rotary = attention.head_dim, attention.position
     plans, reason = list[_Plan](), ""
@@ -134,9 +134,10 @@ def _choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size
 
 
 def _spread(rotary: Rotary, size: int) -> Index:
-    """Return for each element of a new head the old element, if rotary pairs are appended, or the last ones removed.
+    """Return for each element of a new head the old element that it copies, or -1 for zero.
 
-    Appended elements are -1.
+    This is for RoPE that rotates whole heads. Rotary pairs are appended after the old ones, or the last pairs are
+    removed.
     """
     half, new_half = rotary.dim // 2, size // 2
     if rotary.pairs == "adjacent":
@@ -146,7 +147,7 @@ def _spread(rotary: Rotary, size: int) -> Index:
 
 
 def _refit_base(rotary: Rotary, size: int) -> Rotary | None:
-    """Return RoPE over `size` elements with another base, so that the first pairs rotate as before.
+    """Return RoPE over `size` elements, with a base for which the old pairs keep their frequencies.
 
     Return None if the base would be too large.
     """
@@ -160,9 +161,9 @@ def _refit_base(rotary: Rotary, size: int) -> Rotary | None:
 
 
 def _why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True) -> str:
-    """Return the reason why the first pairs do not rotate equally with the old and the new RoPE, or "" if they do.
+    """Return the reason why the old and the new RoPE do not rotate their common first pairs equally, or "".
 
-    With `strict`, they must also rotate nearly equally if frequencies are computed in fp32.
+    With `strict`, the pairs must also rotate nearly equally if frequencies are computed in fp32.
     """
     pairs = min(old.dim, new.dim) // 2
     import torch
@@ -185,11 +186,14 @@ def _why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True
 
 
 def _in_use(model: Model, path: str, attention: Attention, within: Index) -> bool:
-    """Return whether any of the removed elements of heads affects a score or an output."""
+    """Return whether narrower heads would change a score or an output, because removed elements are not zero.
+
+    `within` are the elements that stay.
+    """
     removed = np.setdiff1d(np.arange(attention.head_dim), within)
 
     def zero(name: str, heads: int, axis: int = 0) -> np.ndarray:
-        """Return for each key-value head and removed element whether all values of a tensor for it are zero."""
+        """Return for each key-value head and each removed element whether all entries of a tensor for it are zero."""
         values = np.moveaxis(model.wide(f"{path}.{name}"), axis, 0)
         values = values.reshape(attention.kv_heads, heads // attention.kv_heads, attention.head_dim, -1)
         zeros: np.ndarray = np.asarray(~values[:, :, removed].any(axis=(1, 3)))
@@ -210,7 +214,7 @@ def _in_use(model: Model, path: str, attention: Attention, within: Index) -> boo
 
 
 def _resized(attention: Attention, size: int, plan: _Plan) -> Attention:
-    """Return the attention with heads of another width and the usual scale for it.
+    """Return the attention with heads of the width `size`, and with the usual scale of scores for this width.
 
     The scale is unchanged if it also multiplies an ALiBi bias.
     """
@@ -224,7 +228,10 @@ def _resized(attention: Attention, size: int, plan: _Plan) -> Attention:
 
 
 def _refilled(path: str, old: Attention, new: Attention, within: Index) -> dict[str, Tensor]:
-    """Return the tensors of an attention with heads of another width. `within` is that of the `_Plan`."""
+    """Return the tensors of an attention whose heads have another width.
+
+    `within` has for each element of a new head the old element that it copies, or -1 for zero.
+    """
     by_query = by_head(np.arange(old.heads), within, old.head_dim)
     by_key = by_head(np.arange(old.kv_heads), within, old.head_dim)
     # Where keys and values are zero, queries and outputs may have any weights. They are copies of other elements, so
@@ -244,14 +251,14 @@ def _refilled(path: str, old: Attention, new: Attention, within: Index) -> dict[
 
 
 def _query_factor(old: Attention, new: Attention) -> float:
-    """Return the factor by which queries without a norm are multiplied: the old scale over the new scale."""
+    """Return the old scale of the scores over the new scale, by which queries are multiplied if they have no norm."""
     return old.scale / new.scale
 
 
 def _norm_factors(old: Attention, new: Attention) -> Iterator[tuple[str, float]]:
-    """Yield the names of the norms of queries and keys, and the factors for their weights.
+    """Yield the names of the norms of queries and keys that the attention has, and the factors for their weights.
 
-    The factor is √(d/N), and for queries also compensates for the new scale.
+    The factor is √(d/N) for the old width d and the new width N. For queries, it also compensates for the new scale.
     """
     ratio = length_ratio(old.head_dim, new.head_dim)
     if old.q_norm is not None:
@@ -262,12 +269,12 @@ def _norm_factors(old: Attention, new: Attention) -> Iterator[tuple[str, float]]
 
 
 def _widths(spec: ModelSpec) -> set[int | None]:
-    """Return the different widths of heads in a model. None stands for latent attention."""
+    """Return the different head widths in a model. None stands for latent attention."""
     return {getattr(block.attention, "head_dim", None) for block in spec.blocks}
 
 
 def _examples(spec: ModelSpec) -> list[str]:
-    """Return widths to try on a model in `gptkit swaps`."""
+    """Return the head widths that `gptkit swaps` tries on a model."""
     widths = _widths(spec)
     widest = max((width for width in widths if width), default=0)
     return [] if None in widths else [str(widest + 8), f"partial:{widest + 4}"]

@@ -1,4 +1,4 @@
-"""The width of the residual stream, from d to d' coordinates.
+"""Change the width of the residual stream from d to d' coordinates.
 
 There are three exact ways to make it wider:
 
@@ -68,21 +68,22 @@ def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _vectors(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Return the tensors of all norms on the residual stream, as pairs: the path of the norm, and the tensor's name."""
+    """Return the weights and biases of all norms on the residual stream, as pairs of norm path and tensor name."""
     return [(path, f"{path}.{name}") for path, norm in every_norm(spec) for name in norm.shapes()]
 
 
 def _mapped(spec: ModelSpec, write: Index, read: Index) -> dict[str, Tensor]:
-    """Return the tensors that write into or read the residual stream, in new coordinates.
+    """Return all tensors that write into the residual stream or read it, for another set of coordinates.
 
-    An index names the old coordinate for each new one: `write` for tensors that write, `read` for those that read.
+    `write` and `read` have for each new coordinate the old one whose values it gets, or -1 for zeros. `write` is for
+    tensors that write, and `read` for tensors that read.
     """
     tensors: dict[str, Tensor] = {name: taken(name, write, axis) for name, axis in written(spec)}
     return tensors | {name: taken(name, read, 1) for name in read_weights(spec)}
 
 
 def _rescaled(spec: ModelSpec, new: int) -> ModelSpec:
-    """Return the model with another hidden size, and with the eps of norms adapted to it."""
+    """Return the components with the hidden size `new`. The eps of norms changes in proportion to 1 / hidden size."""
     old = spec.hidden_size
     norms_by_path = {path: replace(norm, eps=eps_for(norm.eps, old, new)) for path, norm in every_norm(spec)}
     return resized(exchanged(spec, norms_by_path), new)
@@ -92,7 +93,7 @@ def _rescaled(spec: ModelSpec, new: int) -> ModelSpec:
 
 
 def _wider(spec: ModelSpec, new: int) -> Swapped:
-    """Widen the residual stream exactly; see the module's docstring."""
+    """Widen the residual stream in one of the three exact ways in the module's docstring."""
     old = spec.hidden_size
     appended, again = padded(old, new), padded(old, new, repeat=True)
     if new % old == 0:  # copies side by side
@@ -124,7 +125,7 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
 
 
 def _gamma(name: str, old: int, new: int) -> Tensor:
-    """Return a norm's weight for a larger hidden size: γ·√(d/d'), where γ is 1 for the new coordinates."""
+    """Return the weight of a norm for a larger hidden size: √(d/d') times the old weight, extended by ones."""
     ratio = length_ratio(old, new)
     return Computed(lambda model: np.append(model.wide(name), np.ones(new - old)) * ratio)
 
@@ -136,12 +137,12 @@ def _with_mean(array: Wide, new: int, axis: int) -> Wide:
 
 
 def _append_mean(name: str, new: int, axis: int) -> Compute:
-    """Return a function that computes a tensor with copies of its mean appended along an axis."""
+    """Return a function that computes the tensor `name` and extends it by `_with_mean`."""
     return lambda model: _with_mean(model.wide(name), new, axis)
 
 
 def _with_means(spec: ModelSpec, new: int) -> Swapped:
-    """Widen the residual stream of a model with LayerNorms: new coordinates are always the mean of the old ones."""
+    """Widen the residual stream of a model with LayerNorms. The new coordinates are always the mean of the old ones."""
     old, norm, changed = spec.hidden_size, spec.embedding.norm, _rescaled(spec, new)
     tensors: dict[str, Tensor] = {name: Computed(_append_mean(name, new, axis)) for name, axis in written(spec)}
     tensors |= {name: taken(name, padded(old, new, repeat=True), 1) for name in read_weights(spec)}
@@ -165,7 +166,7 @@ def _with_means(spec: ModelSpec, new: int) -> Swapped:
 
 
 def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
-    """Narrow the residual stream.
+    """Narrow the residual stream to `new` coordinates.
 
     This is exact if the last coordinates are redundant. Otherwise the principal directions on a text stay, or with
     --approximate the coordinates with the largest weights.
@@ -207,7 +208,7 @@ def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
 
 
 def _are_copies(model: Model, new: int) -> bool:
-    """Return whether the residual stream always repeats its first `new` coordinates, and only these are read."""
+    """Return whether the coordinates from `new` on only repeat the first `new` ones, and no linear reads them."""
     spec, old = model.spec, model.spec.hidden_size
     write, read = padded(new, old, repeat=True), padded(new, old)
 
@@ -224,12 +225,15 @@ def _are_copies(model: Model, new: int) -> bool:
 
 
 def _are_zero(model: Model, new: int) -> bool:
-    """Return whether all tensors write only zeros into the coordinates of the residual stream from `new` on."""
+    """Return whether the coordinates of the residual stream from `new` on are always zero."""
     return not any(np.moveaxis(model.wide(name), axis, 0)[new:].any() for name, axis in written(model.spec))
 
 
 def _are_means(model: Model, new: int) -> bool:
-    """Return whether the coordinates from `new` on are always the mean of the others, and no LayerNorm adds a bias."""
+    """Return whether the coordinates from `new` on are always the mean of the first `new` ones.
+
+    LayerNorms must not add a bias to them.
+    """
     for name, axis in written(model.spec):
         values = model.wide(name)
         first = np.take(values, np.arange(new), axis)
@@ -240,12 +244,15 @@ def _are_means(model: Model, new: int) -> bool:
 
 
 def _chosen_tensors(spec: ModelSpec, index: Index) -> dict[str, Tensor]:
-    """Return every tensor with only some coordinates of the residual stream."""
+    """Return all tensors that read or write the residual stream, with only the coordinates in `index`."""
     return _mapped(spec, index, index) | {name: taken(name, index) for _, name in _vectors(spec)}
 
 
 def _cut(spec: ModelSpec, index: Index) -> Swapped:
-    """Keep only the coordinates in `index`, if all others are redundant. The norms are adapted to the smaller size."""
+    """Remove redundant coordinates of the residual stream. Only the coordinates in `index` stay.
+
+    The weights and eps of norms are adapted to the smaller size.
+    """
     ratio = length_ratio(spec.hidden_size, len(index))
     gains = (f"{path}.weight" for path, _ in every_norm(spec))
     tensors = _chosen_tensors(spec, index) | {name: scaled(name, index, ratio) for name in gains}
@@ -253,7 +260,7 @@ def _cut(spec: ModelSpec, index: Index) -> Swapped:
 
 
 def _energies(model: Model) -> Wide:
-    """Return for each coordinate of the residual stream the sum of squares of all weights that write into it, (d,)."""
+    """Return for each coordinate of the residual stream the sum of squares of all weights that write into it."""
     energy = np.zeros(model.spec.hidden_size)
     for name, axis in written(model.spec):
         values = model.wide(name)
@@ -263,7 +270,7 @@ def _energies(model: Model) -> Wide:
 
 
 def _directions(model: Model, calibration: Calibration) -> Wide:
-    """Return the principal directions [d, d] of the norms' inputs on a text, as columns, the most important first.
+    """Return the principal directions of the norms' inputs on a text, as columns [d, d], the most important first.
 
     They are eigenvectors of the second moment. Every input is first scaled to the length √d, as the norm does.
     """

@@ -1,4 +1,4 @@
-"""The number of key-value heads (MHA, GQA 2305.13245, MQA 1911.02150), and latent attention in their place.
+"""Change the number of key-value heads (MHA, GQA 2305.13245, MQA 1911.02150), or replace them by latent attention.
 
 More key-value heads are exact: every head is repeated for its share of the query heads. Fewer are exact if the merged
 heads are equal bit for bit, as they are after a repetition. Otherwise the new heads are fitted on a text
@@ -39,13 +39,13 @@ def _repeated_heads(tensor: Array, times: int, head_dim: int) -> Array:
 
 
 def first_of_groups(tensor: Array, group: int, head_dim: int) -> Array:
-    """Return the first head of every group: [kv_heads · head_dim, …] -> [kv_heads / group · head_dim, …]."""
+    """Return the first of every `group` heads: [kv_heads · head_dim, …] -> [kv_heads / group · head_dim, …]."""
     heads = tensor.reshape(-1, group, head_dim, *tensor.shape[1:])
     return np.ascontiguousarray(heads[:, 0]).reshape(-1, *tensor.shape[1:])
 
 
 def mean_of_groups(tensor: Wide, old: int, new: int, heads: int, head_dim: int) -> Wide:
-    """Average the rows of `old` key-value heads to `new` ones (Ainslie et al., section 2.1).
+    """Average the rows of `old` key-value heads to `new` heads (mean-pooling; Ainslie et al., section 2.1).
 
     A new head is the mean of the old heads that its query heads read. `heads` is the number of query heads.
     """
@@ -57,7 +57,7 @@ def mean_of_groups(tensor: Wide, old: int, new: int, heads: int, head_dim: int) 
 
 
 def _wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, int]]:
-    """Return for each layer that changes its attention, and its new number of key-value heads."""
+    """Return the attentions to change, each with its new number of key-value heads, by layer."""
     changes, latent = {}, ", whose heads share one latent"
     for layer, attention in attentions(
         spec, asked.chosen(spec), latent, "Choose the other layers with --blocks."
@@ -76,7 +76,7 @@ def _wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, i
 
 
 def _equal_in_groups(model: Model, path: str, attention: Attention, wanted: int) -> bool:
-    """Return whether all key-value heads that become one of the `wanted` heads have the same bits."""
+    """Return whether reducing the key-value heads to `wanted` merges only heads that are equal bit for bit."""
     if attention.kv_heads % wanted:
         return False
     for name in tensors_of(path, attention, "k_proj", "v_proj"):
@@ -90,14 +90,17 @@ def _equal_in_groups(model: Model, path: str, attention: Attention, wanted: int)
 def with_heads(attention: Attention, wanted: int) -> Attention:
     """Return the attention with `wanted` key-value heads.
 
-    An attention that broadcasts its only key-value head repeats several heads instead.
+    If the old attention has one key-value head and broadcasts it, the new one repeats each of several heads instead.
     """
     several = attention.kv_expansion == "broadcast" and wanted not in (1, attention.heads)
     return replace(attention, kv_heads=wanted, kv_expansion="repeat" if several else attention.kv_expansion)
 
 
 def _change(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Change the number of key-value heads. Merged heads are fitted on a text, or with --approximate averaged."""
+    """Change the number of key-value heads.
+
+    Heads that are merged and not equal are fitted on a text, or with --approximate averaged.
+    """
     tensors: dict[str, Tensor] = {}
     changed, merged = dict[int, Attention](), dict[int, Attention]()
     for layer, (old, wanted) in _wanted_heads(spec, asked).items():
@@ -125,7 +128,10 @@ def _change(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _fitted_names(spec: ModelSpec, changed: Mapping[int, Attention | LatentAttention], down: bool = True) -> list[str]:
-    """Return the tensors that a fit of these layers changes: attention projections, and with `down` also down_proj."""
+    """Return the names of the tensors that a fit changes: all attention projections, and with `down` also down_proj.
+
+    `changed` has the new attentions by layer.
+    """
     names = [f"blocks.{i}.attention.{name}" for i, new in changed.items() for name in new.shapes() if "_proj." in name]
     downs = {f"blocks.{layer}.feed_forward.down_proj.weight" for layer in changed if down}
     downs &= {parameter.name for parameter in spec.parameters()}
@@ -133,7 +139,10 @@ def _fitted_names(spec: ModelSpec, changed: Mapping[int, Attention | LatentAtten
 
 
 def _fewer(spec: ModelSpec) -> list[str]:
-    """Return half and twice the number of key-value heads, if possible, to try on a model in `gptkit swaps`."""
+    """Return the values that `gptkit swaps` tries on a model: half and twice its number of key-value heads.
+
+    Numbers that do not divide the number of query heads are left out.
+    """
     attention = spec.blocks[0].attention
     present = getattr(attention, "kv_heads", 0)
     counts = [count for count in (present // 2, present * 2) if count > 1 and attention.heads % count == 0]
@@ -144,7 +153,10 @@ def _fewer(spec: ModelSpec) -> list[str]:
 
 
 def _latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttention:
-    """Return the latent attention that replaces an attention, with a latent of `rank` and `rope_heads` rotary keys."""
+    """Return the component of the latent attention that replaces an attention.
+
+    `rank` is the size of its latent, and `rope_heads` its number of rotary keys.
+    """
     rotary, dims = isinstance(attention.position, Rotary), (_plain_dim(attention), attention.head_dim)
     sizes = {"kv_rank": rank, "nope_dim": dims[0], "value_dim": dims[1], "rope_heads": rope_heads if rotary else 0}
     record: LatentAttention = recast(attention, LatentAttention, **sizes, fused=False)
@@ -152,17 +164,17 @@ def _latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttent
 
 
 def _plain_dim(attention: Attention) -> int:
-    """Return the number of elements of a key head without rotary positions."""
+    """Return the number of elements of a key head that RoPE does not rotate."""
     return attention.head_dim - (attention.position.dim if isinstance(attention.position, Rotary) else 0)
 
 
 def whole(attention: Attention) -> int:
-    """Return the rank of a latent that stores all values, and all keys without rotary positions."""
+    """Return the size of a latent that stores all values and the non-rotary parts of all keys."""
     return attention.kv_heads * (attention.head_dim + _plain_dim(attention))
 
 
 def _grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
-    """Return the attentions that become latent attention, by layer. Raises SwapRefused if one cannot."""
+    """Return the attentions of the chosen layers. Raises SwapRefused if one cannot become latent attention."""
     grouped = attentions(spec, asked.chosen(spec), " already")
     for layer, attention in grouped.items():
         if attention.q_norm is not None or attention.k_norm is not None:
@@ -180,10 +192,11 @@ def _grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
 
 
 def _spread_queries(tensor: Array, attention: Attention) -> Array:
-    """Return queries for one shared key that consists of all rotary key heads.
+    """Extend queries for one shared rotary key that consists of the rotary parts of all key heads.
 
-    The rotary part of a query is put where its own key head is, with zeros elsewhere: [heads · head_dim, …] becomes
-    [heads · (plain + kv_heads · rotary), …], where plain and rotary are the sizes of the two parts of a head.
+    The rotary part of a query is put where its own key head is in the shared key, with zeros elsewhere: [heads ·
+    head_dim, …] becomes [heads · (plain + kv_heads · rotary), …]. plain and rotary are the sizes of the two parts of a
+    head.
     """
     plain = _plain_dim(attention)
     dim = attention.head_dim - plain
@@ -197,7 +210,10 @@ def _spread_queries(tensor: Array, attention: Attention) -> Array:
 
 
 def _key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
-    """Return the rotary rows of the keys [kv_heads · head_dim, …], or the other rows, head by head."""
+    """Return the rotary part of every key head, one after the other. If not `rotary`, return the other parts.
+
+    `tensor` has the rows of all key heads, [kv_heads · head_dim, …].
+    """
     dim = attention.head_dim - _plain_dim(attention)
     heads = tensor.reshape(attention.kv_heads, attention.head_dim, *tensor.shape[1:])
     part = heads[:, :dim] if rotary else heads[:, dim:]
@@ -205,9 +221,10 @@ def _key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
 
 
 def _picking(attention: Attention, width: int, start: int, rank: int) -> Array:
-    """Return the matrix [heads · width, rank] of zeros and ones that gives every query head its part of the latent.
+    """Return the matrix of zeros and ones that copies the key or value of every query head out of the latent.
 
-    A part has `width` elements. The latent stores the parts of the key-value heads one after the other, from `start`.
+    The latent has `rank` numbers. From `start` on, it stores the keys (or values) of all key-value heads one after the
+    other, `width` numbers each. The matrix is [heads · width, rank].
     """
     selection = np.zeros((attention.heads, width, rank))
     for head in range(attention.heads):
@@ -217,7 +234,7 @@ def _picking(attention: Attention, width: int, start: int, rank: int) -> Array:
 
 
 def _lossless(path: str, attention: Attention) -> dict[str, Tensor]:
-    """Return the tensors of "mla:full". Their values are only moved from old tensors, or are zeros and ones."""
+    """Return the tensors of latent attention for "mla:full". They consist of old values, zeros and ones."""
     plain, rank = _plain_dim(attention), whole(attention)
     tensors: dict[str, Tensor] = {}
     for part in ("weight", "bias") if attention.qkv_bias else ("weight",):
@@ -236,7 +253,7 @@ def _lossless(path: str, attention: Attention) -> dict[str, Tensor]:
 
 
 def _to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert attention into latent attention that computes the same function."""
+    """Convert attention into latent attention that computes the same function ("mla:full")."""
     old = _grouped(spec, asked)
     tensors: dict[str, Tensor] = {}
     for layer, attention in old.items():
@@ -250,7 +267,7 @@ def _to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert attention into latent attention with a latent of R numbers, and one rotary key."""
+    """Convert attention into latent attention with a latent of R numbers per token, and one rotary key ("mla:R")."""
     rank = asked.number("numbers per token in the latent")
     old = _grouped(spec, asked)
     most = max(2 * attention.kv_heads * attention.head_dim for attention in old.values())
@@ -276,7 +293,7 @@ def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _half(spec: ModelSpec) -> list[str]:
-    """Return latent attention with half of the rank that is lossless, to try on a model in `gptkit swaps`."""
+    """Return the value that `gptkit swaps` tries on a model: "mla:R" with half of the size that stores everything."""
     attention = spec.blocks[0].attention
     if not isinstance(attention, Attention) or attention.q_norm is not None:
         return []

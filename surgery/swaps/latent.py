@@ -1,4 +1,4 @@
-"""Latent attention in the form that DeepSeek-V3's code needs: "mla:deepseek". The function does not change.
+"""Convert latent attention into the form that DeepSeek-V3's code needs ("mla:deepseek"). The function does not change.
 
 Several rotary keys become one that is as wide as all of them together, with repeated frequencies. (The divisors of
 LongRoPE can express any frequencies.) A latent without a norm gets a norm without effect: the latent gets constant
@@ -29,7 +29,7 @@ def _is_latent(block: Block) -> bool:
 
 
 def _deepseek_form(layer: int, attention: LatentAttention, context: int | None) -> LatentAttention:
-    """Return the latent attention in DeepSeek-V3's form that replaces the one of a layer."""
+    """Return the component of a layer's latent attention in DeepSeek-V3's form. `context` is the context length."""
     position = attention.position
     if not isinstance(position, Rotary):
         hint = "Put --position rope:neutral before --attention mla:full, because swaps are applied in their order."
@@ -44,7 +44,7 @@ def _deepseek_form(layer: int, attention: LatentAttention, context: int | None) 
 
 
 def _widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rotary:
-    """Return RoPE for one key that replaces `keys` keys and is as wide as all of them. All pairs rotate as before."""
+    """Return RoPE for one wide key that replaces `keys` rotary keys. All rotary pairs keep their frequencies."""
     if keys == 1:
         return rotary
     if isinstance(rotary.scaling, DynamicScaling):
@@ -67,7 +67,7 @@ def _widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rota
 
 
 def _key_order(rotary: Rotary, keys: int) -> Index:
-    """Return for each element of the wide key its place in the old keys, which are stored one after the other."""
+    """Return for each element of one wide rotary key its position among the old keys, stored one after the other."""
     if rotary.pairs == "adjacent":
         return np.arange(keys * rotary.dim)
     starts = rotary.dim * np.arange(keys)[:, None]
@@ -98,7 +98,7 @@ def _to_deepseek(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _in_deepseeks_form(path: str, old: LatentAttention, new: LatentAttention) -> dict[str, Tensor]:
-    """Return the tensors of a latent attention that change in DeepSeek-V3's form."""
+    """Return the tensors of a latent attention that the conversion into DeepSeek-V3's form changes."""
     tensors: dict[str, Tensor] = {}
     assert isinstance(old.position, Rotary)
     order = _key_order(old.position, old.rope_heads)

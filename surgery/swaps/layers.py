@@ -1,7 +1,7 @@
-"""Layers are chosen, reordered, added or dropped.
+"""Choose, reorder, add or drop layers.
 
-- "keep:0-11,14-29", or the list alone, keeps the listed layers in that order; "drop:12,13" keeps all others. Dropping
-  a layer that adds nothing to the residual stream is exact. A number alone is refused as ambiguous.
+- "keep:0-11,14-29", or the list alone, keeps the listed layers in that order; "drop:12,13" keeps all others. Dropping a
+  layer that adds nothing to the residual stream is exact. A number alone is refused as ambiguous.
 - "+N" adds N copies of layers, spread over the depth (LLaMA Pro 2401.02415, section 3.2). The projections of a copy
   that write into the residual stream are zero, so the copy adds nothing to it until it is trained. This is exact if
   blocks add their output to the stream without a norm after the addition.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def _arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Return the model with the layers in `order`, in this order, and recipes for their tensors."""
+    """Return the model that consists of the old layers `order`, in this order, and its tensors."""
     new = replace(spec, blocks=tuple(spec.blocks[old] for old in order))
     tensors: dict[str, Tensor] = {}
     for parameter in new.parameters():
@@ -45,7 +45,7 @@ def _arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[st
 
 
 def _silent(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Return whether a layer adds nothing to the residual stream, because all weights and biases for that are zero."""
+    """Return whether a layer adds nothing to the residual stream, because all weights that write into it are zero."""
     block = spec.blocks[layer]
     if block.residual == "normed" or any(sublayer.sum_norm is not None for sublayer in block.sublayers):
         return False
@@ -60,7 +60,7 @@ def _named(layers: Sequence[int]) -> str:
 
 
 def _with_layers(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str, object]) -> Swapped:
-    """Return the model with the layers in `order`, in this order. `summary` is added to the record of the output."""
+    """Return the result of keeping the old layers `order`, in this order. `summary` is added to the output's record."""
     layers = len(spec.blocks)
     new, tensors = _arranged(spec, order)
     dropped = [layer for layer in range(layers) if layer not in order]
@@ -77,7 +77,7 @@ def _with_layers(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: d
 
 
 def _listed(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Keep the layers of a list, or drop those after "drop:"."""
+    """Keep the layers in the list that the value gives. After "drop:", keep all other layers."""
     layers, (word, colon, rest) = len(spec.blocks), asked.value.partition(":")
     if not colon and asked.value.strip().isdecimal():
         number = int(asked.value)
@@ -100,7 +100,7 @@ def _listed(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def expansion(layers: int, copies_to_add: int) -> list[tuple[int, bool]]:
-    """Return for each layer of a deeper model the old layer, and whether it is an added copy of that.
+    """Return for each layer of a deeper model the number of its old layer, and whether it is an added copy of that.
 
     `copies_to_add` copies are spread evenly over `layers` layers. A copy comes after its original.
     """
@@ -139,9 +139,9 @@ def _add(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, bool]]) -> dict[str, Tensor]:
-    """Return recipes of zeros for the tensors of some layers that write into the residual stream.
+    """Return zeros for the tensors of some layers that write into the residual stream.
 
-    `layers` are numbers in the new model, and `order` is that of `expansion`.
+    `layers` are numbers in the new model `new`, and `order` is the result of `expansion`.
     """
     shapes = {parameter.name: parameter.shape for parameter in new.parameters()}
     zeros: dict[str, Tensor] = {}
@@ -157,14 +157,14 @@ def _silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, 
 
 
 def _dropping(calibration: Calibration, plain: tuple[int, ...], model: Model) -> Dropping:
-    """Search for the layers of a model to keep, as many as `plain` has; see `fits.dropping.drop`."""
+    """Search for the layers of a model to keep, as many as `plain` has (`fits.dropping.drop`)."""
     from ..fits.dropping import drop
 
     return drop(model, calibration, plain)
 
 
 def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Drop the layers that the model can best do without."""
+    """Keep N layers, and drop those that the model can best do without ("auto:N")."""
     layers = len(spec.blocks)
     wanted = asked.number("layers to keep")
     if wanted > layers:
@@ -184,7 +184,10 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _notes_on(layers: int, best: Dropping) -> Iterator[str]:
-    """Yield notes for the user: how the layers were chosen, and the KL of all choices that were tried."""
+    """Yield lines for the user: how the layers were chosen, and the KL of all choices that were tried.
+
+    `layers` is the old number of layers, and `best` the result of the search.
+    """
     yield f"chosen by {best.by}, by KL on {best.tokens:,} tokens of the text; tried without these layers, best first:"
     by_size: dict[int, list[tuple[float, str]]] = {}
     for stay, kl in best.tried.items():
@@ -196,7 +199,7 @@ def _notes_on(layers: int, best: Dropping) -> Iterator[str]:
 
 
 def _examples(spec: ModelSpec) -> list[str]:
-    """Return the list of all layers except the last but one, to try on a model in `gptkit swaps`."""
+    """Return the value that `gptkit swaps` tries on a model: a list of all layers except the last but one."""
     last = len(spec.blocks) - 1
     return [f"0-{last - 2},{last}"] if last > 2 else []
 

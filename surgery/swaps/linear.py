@@ -1,9 +1,9 @@
-"""Linear attention in place of softmax attention, so that the state for earlier tokens has a fixed size.
+"""Replace softmax attention by linear attention, so that the state for earlier tokens has a fixed size.
 
 Queries, keys, values and the output projection stay (as in 2408.15237 and 2410.10254). Instead of exp, the attention
 weights use the first terms of its series (2402.18668). The forgetting rates of heads, and the projections after
-attention, are fitted on a text. With --approximate, all heads have the same rate. In both forms, the model has to be
-trained: `gptkit heal`.
+attention, are fitted on a text. With --approximate, all heads have the same rate. With or without a fit, the model has
+to be trained: `gptkit heal`.
 """
 
 from typing import Any
@@ -22,7 +22,10 @@ _FITTED = ("q_proj", "gate_proj", "o_proj.weight")
 
 
 def _recurrent(spec: ModelSpec, layer: int) -> Block:
-    """Return a layer's block with linear attention in place of attention. Raises SwapRefused if it is not possible."""
+    """Return a layer's block with linear attention instead of softmax attention.
+
+    Raises SwapRefused if the layer has no softmax attention, or if linear attention does not support its details.
+    """
     block = spec.blocks[layer]
     attention = block.mixer("attention")
     if not isinstance(attention, Attention):
@@ -38,7 +41,10 @@ def _recurrent(spec: ModelSpec, layer: int) -> Block:
 
 
 def _to_linear(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Replace attention by linear attention. Its tensors get new names, gates are constant, and some are fitted."""
+    """Replace attention by linear attention.
+
+    Old tensors get new names, new tensors (the gates) start as in training, and some tensors are fitted on a text.
+    """
     changed = {layer: _recurrent(spec, layer) for layer in asked.chosen(spec)}
     new, before = with_blocks(spec, changed), {parameter.name for parameter in spec.parameters()}
     tensors: dict[str, Tensor] = {}
@@ -63,7 +69,7 @@ def _to_linear(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _possible(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the value to try on a model in `gptkit swaps`, if its first layer can have linear attention."""
+    """Return the value that `gptkit swaps` tries on a model, if its first layer can have linear attention."""
     try:
         _recurrent(spec, 0)
     except SwapRefused:

@@ -1,4 +1,4 @@
-"""LoRA adapters merged into the weights of their base model.
+"""Merge LoRA adapters into the weights of their base model.
 
     W' = W + s·B·A                      s = α / r, or α / √r (LoRA 2106.09685; rsLoRA 2312.03732)
     W' = m · (W + s·B·A) / |W + s·B·A|  the norm of each output's row (DoRA 2402.09353)
@@ -41,9 +41,10 @@ _SAME = 1e-14
 
 
 def _merged(adapter: Adapter, change: Change, part: int) -> Callable[[Model], Wide]:
-    """Return a function that computes a parameter with the adapter merged.
+    """Return a function that computes a parameter of the base model with the adapter merged into it.
 
-    If the changed tensor of the checkpoint stores several parameters, `part` is the number of the parameter.
+    `change` is the adapter's change to a checkpoint tensor, which may store several parameters, such as a fused q-k-v
+    matrix. `part` says which of them to return.
     """
 
     def compute(model: Model) -> Wide:
@@ -73,7 +74,11 @@ def _merged(adapter: Adapter, change: Change, part: int) -> Callable[[Model], Wi
 
 
 def _delta(adapter: Adapter, change: Change) -> Wide:
-    """Return s·B·A, (out, in). Transposed to (tokens, hidden) for an embedding, stacked for several experts."""
+    """Return s·B·A, the adapter's change to a weight (out, in).
+
+    It is transposed to (tokens, hidden) for an embedding. If several experts are stored together, it is (experts, out,
+    in).
+    """
     module = change.module or ""
     experts = range(change.experts) if change.experts and change.expert is None else (change.expert,)
     factors = (adapter.factors(module, expert, change.experts) for expert in experts)
@@ -83,7 +88,7 @@ def _delta(adapter: Adapter, change: Change) -> Wide:
 
 
 def _bias_of(adapter: Adapter, change: Change) -> Wide:
-    """Return s·b, which is added to a module's bias if B has the bias b."""
+    """Return the bias of B times s. It is added to the bias of the module that the adapter changes."""
     module = change.bias or ""
     return adapter.read(adapter.lora[module].bias or "") * adapter.scale(module)
 
@@ -94,7 +99,7 @@ def _norms(rows: Wide) -> Wide:
 
 
 def _oriented(change: Change, matrix: Wide) -> Wide:
-    """Return a matrix (out, in) as the checkpoint stores it."""
+    """Return a matrix (out, in) in the orientation in which the checkpoint stores the changed tensor."""
     return matrix.T if change.inputs_first else matrix
 
 
@@ -105,8 +110,8 @@ class _Unmerged:
     """A base model with an adapter that is not merged, computed as in peft: base(x) + s·B(A(x)).
 
     With DoRA, the output is base(x) + (f - 1)·base(x) + f·s·B(A(x)), where f = m / |W + s·B·A|. The outputs for all
-    unit vectors x form a matrix (in, out). This is used as the checkpoint's tensor, from which gptkit's parameters are
-    made.
+    unit vectors x form a matrix (in, out), which is the weight of the module with its adapter. `spec` has the
+    components of the model after the merge, so that the two can be compared.
     """
 
     def __init__(self, before: Model, spec: ModelSpec, adapter: Adapter, changes: Mapping[str, Change]) -> None:
@@ -167,7 +172,7 @@ class _Unmerged:
 
 
 def _merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Merge an adapter, `asked.value`, into the weights of the model."""
+    """Merge the adapter that the value of the option names into the weights of the model."""
     adapter = read_adapter(asked.value, offline=asked.offline, allow_pickle=asked.allow_pickle)
     architecture, leaves = leaves_of(spec, asked.origin)
     adapter = with_tables(adapter, architecture, leaves, spec)
@@ -196,7 +201,11 @@ def _merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _without_copies(adapter: Adapter, changes: Mapping[str, Change], asked: Asked) -> dict[str, Change]:
-    """Return the changes without copies of base tensors that peft saved, if they equal the tensors of the model."""
+    """Leave out changes that only replace a tensor by a copy of itself.
+
+    peft may save unchanged tensors of the base model with an adapter. A copy that differs from the model's tensor
+    stays.
+    """
 
     def same(change: Change, model: Model) -> bool:
         copies = change.leaf.to_shared(adapter.read(change.stands_in or ""))
@@ -214,11 +223,11 @@ def _without_copies(adapter: Adapter, changes: Mapping[str, Change], asked: Aske
 def _ends(
     adapter: Adapter, changes: Mapping[str, Change], head: BoundLeaf, asked: Asked
 ) -> tuple[dict[str, Change], bool]:
-    """Return the changes to a model whose head is tied to the embedding, and whether the head has to be untied.
+    """Adapt the changes to a model whose head is tied to the embedding. Also return whether the head has to be untied.
 
     If the adapter changes the embedding or the head, the two usually become different, and the head is untied. It stays
-    tied if both changes are the same, or if the adapter has new rows for tokens, which count for both. A copy of the
-    embedding from another base model also counts for both.
+    tied if both changes are the same, or if the adapter has new rows for tokens, which then apply to both. A copy of
+    the embedding from another base model also replaces both.
     """
     if adapter.mlx and all(change.leaf.shared[0] != HEAD for change in changes.values()):
         return dict(changes), False  # in mlx-lm the table of tokens is the head too, with its adapter
@@ -253,7 +262,10 @@ def _ends(
 
 
 def _same_rows(adapter: Adapter, table: Change, head: Change) -> bool:
-    """Return whether an adapter has the same new rows for head and embedding, and changes nothing else in the head."""
+    """Return whether an adapter has the same new rows for head and embedding, and no other change of the head.
+
+    `table` and `head` are its changes to the embedding and to the head.
+    """
     if table.rows is None or head.rows is None or head.module or head.stands_in:
         return False
     return np.array_equal(adapter.read(adapter.rows[table.rows]), adapter.read(adapter.rows[head.rows]))

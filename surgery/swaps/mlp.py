@@ -1,4 +1,4 @@
-"""Plain feed-forward <-> gated feed-forward, and dense <-> mixture of experts.
+"""Convert plain feed-forwards into gated ones, dense ones into mixtures of experts, and back.
 
 A plain feed-forward equals a gated one, act(gate(x)) · up(x), whose factor up(x) is always 1: gate_proj gets the old
 weights, and up_proj is 0·x + 1. This is exact, and keeps every bit. The reverse is exact if up(x) is the same for every
@@ -41,25 +41,25 @@ from ..registry import Asked, Clears, Swap
 
 
 def dense_of(block: Block) -> Dense:
-    """Return the feed-forward of a block, or that of a single expert if it is a mixture."""
+    """Return the feed-forward of a block. If the block has a mixture, return the component of its experts."""
     inner = block.feed_forward
     return inner.expert if isinstance(inner, MixtureOfExperts) else inner
 
 
 def with_dense(block: Block, dense: Dense) -> Block:
-    """Return the block with another feed-forward. If it has a mixture, this is the new form of every expert."""
+    """Return the block with another feed-forward. If the block has a mixture, every expert is replaced."""
     inner = block.feed_forward
     mixture = isinstance(inner, MixtureOfExperts)
     return block.replaced(feed_forward=replace(inner, expert=dense) if mixture else dense)
 
 
 def paths(spec: ModelSpec, layer: int) -> list[str]:
-    """Return the paths of a layer's feed-forwards: one, or one per expert."""
+    """Return the path of a layer's feed-forward in the model, or if it is a mixture, the paths of all experts."""
     return [expert.path for expert in experts(spec.blocks[layer], layer)]
 
 
 def _is_gated(block: Block) -> bool:
-    """Return whether a block's feed-forward is gated, or its experts are."""
+    """Return whether the feed-forward of a block is gated. If it is a mixture, return whether the experts are."""
     return isinstance(dense_of(block), GatedFeedForward)
 
 
@@ -80,7 +80,7 @@ def _to_gated(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _gated(old: Dense) -> GatedFeedForward:
-    """Return the gated feed-forward that replaces a plain one.
+    """Return the component of the gated feed-forward that replaces a plain one.
 
     gate_proj and up_proj have biases, since a single flag stands for both and the bias of up_proj has to be 1.
     """
@@ -88,7 +88,10 @@ def _gated(old: Dense) -> GatedFeedForward:
 
 
 def _gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
-    """Return the tensors of the gated feed-forward: gate_proj is the old up_proj, and the new up_proj is 0·x + 1."""
+    """Return the tensors of the gated feed-forward that replaces a plain one.
+
+    gate_proj is the old up_proj, and the new up_proj is 0·x + 1.
+    """
     weight, inner = f"{path}.up_proj.weight", (old.intermediate_size,)
     bias = Moved(f"{path}.up_proj.bias") if old.up_bias else Filled(inner, 0.0, like=weight)
     return {
@@ -130,15 +133,15 @@ def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _plain_tensors(path: str, bias: bool) -> dict[str, Tensor]:
-    """Return the tensors of the plain feed-forward: its up_proj is the old gate_proj."""
+    """Return up_proj of the plain feed-forward that replaces a gated one. It is the old gate_proj."""
     parts = ("weight", "bias") if bias else ("weight",)
     return {f"{path}.up_proj.{part}": Moved(f"{path}.gate_proj.{part}") for part in parts}
 
 
 def _folded_tensors(asked: Asked, path: str, old: Dense) -> dict[str, Tensor]:
-    """Return the down_proj into which the constant output of up_proj is folded, or nothing if the constant is 1.
+    """Return down_proj with the constant output of up_proj folded into it. Return {} if the constant is 1.
 
-    The constant is the bias of up_proj, or 0 if it has none.
+    The constant is the bias of up_proj, or 0 if there is none.
     """
     constant, down = f"{path}.up_proj.bias", f"{path}.down_proj.weight"
     if not old.up_bias:
@@ -149,7 +152,7 @@ def _folded_tensors(asked: Asked, path: str, old: Dense) -> dict[str, Tensor]:
 
 
 def _refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
-    """Return the fit of the output projections of layers, which compensates on the text for the removed factor up(x).
+    """Return the fit on a text of down_proj in these layers, which compensates for the removed factor up(x).
 
     Raises SwapRefused for mixtures of experts, and without a text.
     """
@@ -176,7 +179,7 @@ def is_mixture(block: Block) -> bool:
 
 
 def _wanted(spec: ModelSpec, asked: Asked) -> tuple[int, int, dict[int, Dense]]:
-    """Return E and K of the value "moe:ExK", and the feed-forwards of the chosen layers that are no mixture."""
+    """Return E and K of the value "moe:ExK", and the feed-forwards to convert, by layer."""
     match = re.fullmatch(r"moe:(\d{1,9})x(\d{1,9})(:split)?", asked.value)
     if match is None:
         raise UsageError(f"{asked.value!r}: expected moe:ExK, such as moe:8x2 for 8 experts with 2 of them per token")
@@ -199,7 +202,10 @@ def _wanted(spec: ModelSpec, asked: Asked) -> tuple[int, int, dict[int, Dense]]:
 
 
 def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert feed-forwards into E experts: copies of which a token uses K, or with `split` parts that are all used."""
+    """Convert feed-forwards into mixtures of E experts.
+
+    The experts are copies, of which a token uses K. With `split`, they are parts, and a token uses all of them.
+    """
     seed = asked.settings.get("seed", 0)
     if not split and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
         raise UsageError(f"the router's seed is {seed!r}, expected a whole number of at least 0")
@@ -244,17 +250,21 @@ def _copies(path: str, dense: Dense, count: int) -> dict[str, Tensor]:
 
 
 def _drawn(weight: NDArray[Any], rows: int, columns: int, seed: tuple[int, int]) -> NDArray[Any]:
-    """Return a router (rows, columns) of random elements of `weight`. It depends on the seed, not on the machine."""
+    """Return the weight of a router (rows, columns), whose elements are drawn at random from the elements of `weight`.
+
+    The result depends on the seed, but not on the machine.
+    """
     chosen = np.random.Generator(np.random.PCG64(seed)).integers(0, weight.size, (rows, columns))
     result: NDArray[Any] = weight.reshape(-1)[chosen]
     return result
 
 
 def _part(path: str, expert: Dense, index: int, count: int) -> dict[str, Tensor]:
-    """Return one expert of a split: its rows of the input projections, and its columns of the output projection.
+    """Return the tensors of expert `index` of `count` experts into which a feed-forward is split.
 
-    The columns are multiplied by `count`, because the router's weight of every expert is 1/count. For the same reason,
-    every expert gets the whole output bias. Every expert also gets the parameters of the activation function, if any.
+    The expert gets its rows of the input projections, and its columns of down_proj. The columns are multiplied by
+    `count`, because the router gives every expert the weight 1/count. For the same reason, every expert gets the whole
+    output bias. Every expert also gets the parameters of the activation function, if there are any.
     """
     cut = slice(index * expert.intermediate_size, (index + 1) * expert.intermediate_size)
     tensors: dict[str, Tensor] = {name: Moved(f"{path}.{name}", lambda array: array[cut]) for name in expert.shapes()}
@@ -266,7 +276,7 @@ def _part(path: str, expert: Dense, index: int, count: int) -> dict[str, Tensor]
 
 
 def _numbers(expert: Dense) -> list[str]:
-    """Return the names of the parameters of the activation function, which are not per unit."""
+    """Return the names of the parameters of the activation function, whose size does not depend on the width."""
     return [name for name in expert.weights() if name.startswith("activation.")]
 
 
@@ -281,8 +291,8 @@ def _weighed(name: str, cut: slice, factor: float) -> Computed:
 def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
     """Convert mixtures of experts into single feed-forwards.
 
-    This is exact if all experts are equal, or if the router always gives all the same weight. Otherwise the result is
-    the mean of the experts.
+    This is exact if all experts are equal, or if the router always gives all experts the same weight. Otherwise the
+    result is the mean of the experts.
     """
     hint = "--mlp moe:8x2 makes 8 experts from each feed-forward."
     layers = asked.those(spec, is_mixture, "these feed-forwards are dense already", hint)
@@ -318,7 +328,7 @@ def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def weights_sum_to_one(mixture: MixtureOfExperts) -> bool:
-    """Return whether the router's weights of the experts that a token uses always sum to one."""
+    """Return whether the router's weights of the experts that process a token always sum to one."""
     return mixture.normalise or mixture.top_k == mixture.experts
 
 
@@ -333,7 +343,7 @@ def experts_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 def _all_weighed_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     """Return whether a layer's router gives all E experts the weight 1/E for every token.
 
-    Parameters of their activation functions, if there are any, must be equal too.
+    If the activation functions have parameters, these must also be equal in all experts.
     """
     mixture: Any = spec.blocks[layer].feed_forward
     path = f"blocks.{layer}.feed_forward"
@@ -346,7 +356,7 @@ def _all_weighed_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 
 
 def _side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
-    """Return one feed-forward with the units of all E experts.
+    """Join all E experts to one feed-forward that is E times as wide. Return its tensors.
 
     The output projection is divided by E, and the output bias is the mean of the experts' biases.
     """
@@ -365,12 +375,15 @@ def _side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
 
 
 def _joined(names: tuple[str, ...], divisor: float) -> Computed:
-    """Return several weights next to each other along the columns, divided by `divisor`."""
+    """Concatenate several weights along their columns, and divide them by `divisor`."""
     return Computed(lambda model: np.concatenate([model.wide(name) for name in names], axis=1) / divisor)
 
 
 def _mean(path: str, name: str, count: int, shares: Scratch | None, layer: int) -> Computed:
-    """Return the mean of a tensor `name` over the experts, weighted by `shares` (`feed_forward.shares`) if given."""
+    """Return the mean of the experts' tensors `name` in a layer, for the feed-forward that replaces a mixture.
+
+    If `shares` is given (`feed_forward.shares`), an expert is weighted by its share of the router's weights on a text.
+    """
 
     def compute(model: Model) -> Wide:
         share = np.full(count, 1 / count) if shares is None else shares.of(model, str(layer))
@@ -381,7 +394,7 @@ def _mean(path: str, name: str, count: int, shares: Scratch | None, layer: int) 
 
 
 def _parts_worth_trying(spec: ModelSpec) -> tuple[str, ...]:
-    """Return a split into two experts, to try on a model in `gptkit swaps`, if its dense layers have an even width."""
+    """Return the value that `gptkit swaps` tries on a model: a split into two experts, if it is possible."""
     widths = {block.feed_forward.intermediate_size for block in spec.blocks if not is_mixture(block)}
     return ("moe:2x2:split",) if widths and not any(width % 2 for width in widths) else ()
 
