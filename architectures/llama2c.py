@@ -1,9 +1,9 @@
-"""llama2.c (github.com/karpathy/llama2.c): the names, order and layouts of its .bin files, and the trees that fit.
+"""llama2.c (github.com/karpathy/llama2.c): the tensors of its .bin files, and the models that these files can express.
 
 A file has a header of seven sizes, and fp32 tensors without names. The tensors of one kind are stacked over the layers.
 llama2.c's programs fix everything else: RMSNorm with eps 1e-5, RoPE of base 10000 on whole heads, SwiGLU, and no
 biases. gptkit uses the tensor names of llama2.c's model.py, which are Meta's. Rows of wq and wk are in Meta's order, in
-which RoPE rotates neighbours.
+which RoPE rotates adjacent rows together.
 
 Source: llama2.c, export.py (legacy_export, version1_export, version2_export), run.c, runq.c.
 """
@@ -25,10 +25,10 @@ _B, _T = "blocks.{layer}.", "layers.{layer}."
 
 
 def _paired(heads: str) -> Layout:
-    """Return the layout that stores the two rows of each RoPE pair next to each other.
+    """Return the layout of query or key projections in which the two rows of a RoPE pair are adjacent.
 
-    In shared tensors, these are row i of a head and row i + half of the head. `heads` is the name of the number of
-    heads.
+    In gptkit's parameters, the two rows are row i and row i + head_dim / 2 of a head. `heads` is "heads" for queries
+    and "kv_heads" for keys.
     """
     return Layout(f"({heads} half two) hidden", f"({heads} two half) hidden")
 
@@ -56,7 +56,8 @@ _MATRICES = tuple(_T + name for name in ("attention.wq.weight", "attention.wk.we
                                        "feed_forward.w3.weight"))  # fmt: skip
 _NORMS = (_T + "attention_norm.weight", _T + "ffn_norm.weight", "norm.weight")
 QUANTISED = ("tok_embeddings.weight", *_MATRICES, "output.weight")
-"""The tensors that version 2 stores in groups of signed bytes: the bytes of a tensor, then the scales of its groups."""
+"""The tensors that files of version 2 store with 8 bits per weight. First come the bytes of a tensor, and then the
+scales of its groups."""
 
 _LEGACY = (
     "tok_embeddings.weight",
@@ -73,7 +74,10 @@ _LEGACY = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """The seven sizes in a header, in the header's order. `shared` says whether the head is tied to the embedding."""
+    """The seven sizes in the header of a file, in this order.
+
+    `shared` says whether the head is tied to the embedding.
+    """
 
     dim: int
     hidden_dim: int
@@ -86,7 +90,7 @@ class Sizes:
 
     @property
     def plausible(self) -> bool:
-        """Whether a model can have these sizes. It is checked before memory is allocated for them."""
+        """Whether a model can have these sizes. Callers check this before they allocate memory."""
         bounds = (2**20, 2**22, 2**14, 2**16, 2**16, 2**26, 2**26)
         return (
             all(0 < value <= most for value, most in zip(astuple(self)[:7], bounds, strict=True))
@@ -100,7 +104,10 @@ class Sizes:
         return self.dim // self.n_heads
 
     def shape(self, name: str) -> Shape:
-        """Return the shape of a tensor. For a stacked tensor, it is that of one layer."""
+        """Return the shape of the tensor with this name.
+
+        For a tensor that is stacked over the layers, it is that of one layer.
+        """
         dim, inner, kv_dim = self.dim, self.hidden_dim, self.n_kv_heads * self.head_dim
         if name in TABLES:
             return self.max_seq_len, self.head_dim // 2
@@ -126,7 +133,10 @@ class Sizes:
 
 
 def config_of(sizes: Sizes) -> dict[str, Any]:
-    """Return a config.json for the model in a file. llama2.c's programs use the ids 1 and 2 for <s> and </s>."""
+    """Return a config.json of the llama family for the model in a file.
+
+    It has the ids 1 and 2 for <s> and </s>, as llama2.c's programs do.
+    """
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -151,7 +161,7 @@ def config_of(sizes: Sizes) -> dict[str, Any]:
 
 
 def _sizes_of(spec: ModelSpec) -> Sizes:
-    """Return the sizes of a tree, as in a header. Raises CannotExpress if a file cannot have these sizes."""
+    """Return the sizes of a model for the header of a file. Raises CannotExpress if no file can have these sizes."""
     _, attention, feed_forward = usual_layer(spec)
     if spec.context_length is None:
         raise CannotExpress("the model has no context length, which the llama2.c format needs")
@@ -174,26 +184,32 @@ def _sizes_of(spec: ModelSpec) -> Sizes:
 
 
 class _Llama2c:
-    """llama2.c's model, as a target to which gptkit may convert a tree (see `obstacles.Destination`)."""
+    """The format of llama2.c as a target for conversions (`obstacles.Destination`)."""
 
     owner = "llama2.c"
     kinds: Kinds = frozenset({RMSNorm, Attention, GatedFeedForward, Rotary})
     usual = property(lambda self: LLAMA.usual)
 
     def back(self, spec: ModelSpec) -> ModelSpec:
-        """Return the tree that gptkit reads from a file with this tree's sizes. Raises CannotExpress, ConfigError."""
+        """Return the ModelSpec that gptkit reads from a file with the sizes of this model.
+
+        Raises CannotExpress, ConfigError.
+        """
         return LLAMA.spec(config_of(_sizes_of(spec)))
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """Return the weight map of a file. Raises CannotExpress if a shared tensor has no name in llama2.c."""
+        """Return which tensors a file has, and which parameters every tensor contains.
+
+        Raises CannotExpress if a parameter has no name in llama2.c.
+        """
         return bind(self.owner, LEAVES, spec)
 
 
 def expressed(spec: ModelSpec) -> tuple[Sizes, list[BoundLeaf]]:
-    """Return what a file contains for a tree: the sizes in the header, and the tensors.
+    """Return what a file contains for a model: the sizes in the header, and the tensors.
 
     Raises:
-        CannotExpress: llama2.c cannot compute the tree. The message lists the components that prevent it.
+        CannotExpress: llama2.c cannot compute the model. The message lists the components that prevent it.
     """
     expression = express(_Llama2c(), spec, clear=("rounding",))
     if expression.tree is None:

@@ -79,9 +79,9 @@ _BY_ROWS = ("embedding.word_embeddings", "output_layer", "linear_qkv", "linear_f
 
 
 def named(name: str) -> str | None:
-    """Return the name of a tensor as in `LEAVES`, or None if it is not a weight.
+    """Return the name in `LEAVES` of a Megatron tensor, or None if the tensor is not a weight.
 
-    The layers in a name are numbered within a pipeline stage.
+    The layer numbers in a name start at 0 in every pipeline stage.
     """
     if _DROPPED.search(name):
         return None
@@ -120,11 +120,14 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "squared_relu": (False, None),
     "window_size": (None,),
 }
-"""Arguments that decide what is computed, and the values that gptkit supports."""
+"""Arguments of a training run that change what the model computes -> the values that gptkit supports."""
 
 
 def _size(given: Mapping[str, Any], name: str, usual: int | None = None) -> int:
-    """Return the size in an argument. `usual` is its default. Raises ConfigError if it is not a positive integer."""
+    """Return the value of an argument that must be a positive integer. `usual` is its default.
+
+    Raises ConfigError for other values. `given` are all arguments of the checkpoint.
+    """
     value = given.get(name)
     value = usual if value is None else value
     if type(value) is not int or not 0 < value < 2**31:
@@ -135,7 +138,7 @@ def _size(given: Mapping[str, Any], name: str, usual: int | None = None) -> int:
 
 
 def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the RoPE fields of a config.json."""
+    """Return the RoPE fields of a config.json. `given` are the arguments of the checkpoint."""
     fields: dict[str, Any] = {"rope_theta": float(_size(given, "rotary_base", 10000))}
     if given.get("use_rope_scaling"):
         low_high = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -144,7 +147,7 @@ def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return the config.json of a family for the arguments of a checkpoint.
+    """Return a config.json for a Megatron checkpoint, of a family that computes the same as Megatron's model.
 
     Args:
         given: the arguments with which the checkpoint was trained.
@@ -204,7 +207,10 @@ def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 
 def _gelu(given: Mapping[str, Any]) -> str:
-    """Return the activation that Megatron uses for GELU: by default the tanh formula of its fused kernel."""
+    """Return the activation that Megatron uses for GELU. By default it is the tanh formula of Megatron's fused kernel.
+
+    `given` are the arguments of the checkpoint.
+    """
     if given.get("openai_gelu"):
         return "gelu_new"
     return "gelu_fast" if given.get("bias_gelu_fusion", True) else "gelu"

@@ -16,19 +16,21 @@ _LITGPT = (
     *("transformer.h.{layer}.mlp.fc.weight", "transformer.h.{layer}.mlp.fc_1.weight"),
     "transformer.h.{layer}.mlp.fc_2.weight",
 )
-"""Names of litgpt's GPT without biases (litgpt/model.py)."""
+"""Tensor names of litgpt's models without biases (litgpt/model.py)."""
 
 _MOST = 400
-"""The number of names that are examined."""
+"""The largest number of tensor names that `whose` looks at."""
 _LONGEST = 200
-"""The number of characters of a name that are examined."""
+"""The largest number of characters of a name that `whose` looks at."""
 
 
 def whose(names: Sequence[str]) -> tuple[str, str] | None:
-    """Return the program or families that use most of these tensor names, and the prefix before the names.
+    """Return which program or families use most of these tensor names, and a prefix that the file adds to the names.
 
-    The first value is "gpt2", or "llama, mistral" if several families use the names. The prefix may be empty. The
-    result is None if the names are unknown.
+    Returns:
+        A name such as "gpt2", or "llama, mistral" if several families use the names; and the prefix, which may be
+            empty.
+        None if no program or family uses most of the names.
     """
     some = [name[:_LONGEST] for name in names[:_MOST]]
     best: tuple[int, str, list[str]] = (len(some) // 2, "", [])
@@ -44,9 +46,9 @@ def whose(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _prefixes(names: Sequence[str]) -> list[str]:
-    """Return the prefixes of some of the names, the shortest first.
+    """Return prefixes that a file may have added to its tensor names, the shortest first.
 
-    A prefix has up to four parts, which end with dots.
+    The prefixes are the beginnings of some of the names, with up to four parts that end with dots.
     """
     prefixes = {""}
     for name in names[:: max(len(names) // 8, 1)]:
@@ -56,9 +58,9 @@ def _prefixes(names: Sequence[str]) -> list[str]:
 
 
 def _patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
-    """Yield the names of families and programs, each with a pattern that matches its tensor names.
+    """Yield the names of all known families and programs, each with a pattern for its tensor names.
 
-    The pattern matches names for any number of layers and experts.
+    The patterns match the names for any number of layers and experts.
     """
     for family in ARCHITECTURES.values():
         yield family.name, _pattern([leaf.checkpoint for leaf in family.leaves])

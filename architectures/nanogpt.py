@@ -1,8 +1,8 @@
-"""nanoGPT (github.com/karpathy/nanoGPT): the names and layouts of its ckpt.pt, and the trees that its GPT can express.
+"""nanoGPT (github.com/karpathy/nanoGPT): the tensors of its ckpt.pt, and the models that it can express.
 
-It is GPT-2 with linear weights stored as [out, in], and with or without biases. Its model.py fixes pre-norms with eps
-1e-5, a feed-forward of four times the width, and a tied head. Newer versions use torch.nn.GELU, which is exact. Older
-ones had GPT-2's tanh formula. A checkpoint does not state the version.
+nanoGPT's model is GPT-2 with linear weights stored as [out, in], and with or without biases. Its model.py fixes
+pre-norms with eps 1e-5, a feed-forward of four times the hidden size, and a tied head. Newer versions use
+torch.nn.GELU, which is exact. Older ones had GPT-2's tanh formula. A checkpoint does not state the version.
 
 Source: nanoGPT, model.py (GPT, GPTConfig, GPT.from_pretrained) and train.py (what is saved).
 """
@@ -19,7 +19,7 @@ from .layout import IDENTITY, Layout
 from .obstacles import express, without_biases
 
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
-"""The head and the embedding. They are tied, and a checkpoint stores both."""
+"""The names of the head's and the embedding's weight. They are tied, and a checkpoint stores both."""
 
 ARGUMENTS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")  # the sizes among `model_args`
 
@@ -27,7 +27,7 @@ _FUSED_WEIGHT = Layout("(part heads head_dim) hidden", split="part", parts=("1",
 
 
 def _untransposed(leaf: Leaf) -> Leaf:
-    """Return GPT-2's leaf, changed so that its weight is stored as [out, in]."""
+    """Return an entry of GPT-2's tensor table, changed so that its weight is stored as [out, in]."""
     if isinstance(leaf.shared, tuple):
         return replace(leaf, layout=FUSED_BIAS if leaf.checkpoint.endswith("bias") else _FUSED_WEIGHT)
     return replace(leaf, layout=IDENTITY)
@@ -37,14 +37,18 @@ LEAVES = tuple(_untransposed(leaf) for leaf in GPT2.leaves if leaf.checkpoint !=
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a tensor of a checkpoint is the causal mask, which models of older torch versions store."""
+    """Return whether a tensor of a checkpoint is the causal mask, which models for older torch versions store."""
     return name.endswith((".attn.bias", ".attn.masked_bias"))
 
 
 def config_of(arguments: Mapping[str, int], activation: Activation) -> dict[str, Any]:
-    """Return GPT-2's config.json for a checkpoint's `model_args`.
+    """Return GPT-2's config.json for a nanoGPT checkpoint.
 
-    It has GPT-2's ids of the first and last token of a text if the vocabulary contains them.
+    If the vocabulary contains GPT-2's end-of-text token, the config names it as the first and last token of texts.
+
+    Args:
+        arguments: the checkpoint's `model_args`.
+        activation: the kind of GELU in model.py.
     """
     end = 50256 if arguments["vocab_size"] > 50256 else None
     return {
@@ -65,16 +69,22 @@ def config_of(arguments: Mapping[str, int], activation: Activation) -> dict[str,
 
 
 def spec_of(arguments: Mapping[str, int], activation: Activation, bias: bool) -> ModelSpec:
-    """Return the tree for a checkpoint's `model_args`. Raises ConfigError for impossible sizes."""
+    """Return the ModelSpec for a nanoGPT checkpoint. Raises ConfigError for impossible sizes.
+
+    Args:
+        arguments: the checkpoint's `model_args`.
+        activation: the kind of GELU in model.py.
+        bias: whether linears and norms have biases.
+    """
     spec = GPT2.spec(config_of(arguments, activation))
     return spec if bias else without_biases(spec, {parameter.name for parameter in spec.parameters()})
 
 
 @dataclass(frozen=True)
 class _NanoGPT:
-    """nanoGPT's model, as a target to which gptkit may convert a tree (see `obstacles.Destination`).
+    """The format of nanoGPT as a target for conversions (`obstacles.Destination`).
 
-    Its GELU is exact, or the tanh formula of older versions of model.py.
+    `activation` is the exact GELU, or the tanh formula of older versions of model.py.
     """
 
     activation: Activation
@@ -83,7 +93,7 @@ class _NanoGPT:
     usual = GPT2.usual
 
     def arguments(self, spec: ModelSpec) -> dict[str, Any]:
-        """Return `model_args` for a tree."""
+        """Return the `model_args` of a nanoGPT checkpoint for a model."""
         _, attention, _ = usual_layer(spec)
         return {
             "n_layer": len(spec.blocks),
@@ -96,7 +106,7 @@ class _NanoGPT:
         }
 
     def back(self, spec: ModelSpec) -> ModelSpec:
-        """Return the tree that gptkit reads from a checkpoint with this tree's `model_args`.
+        """Return the ModelSpec that gptkit reads from a checkpoint with the `model_args` of this model.
 
         Raises CannotExpress, ConfigError.
         """
@@ -104,19 +114,22 @@ class _NanoGPT:
         return spec_of(arguments, self.activation, arguments["bias"])
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """Return the weight map of a checkpoint. Raises CannotExpress if a shared tensor has no name in nanoGPT."""
+        """Return which tensors a checkpoint has, and which parameters every tensor contains.
+
+        Raises CannotExpress if a parameter has no name in nanoGPT.
+        """
         return bind(self.owner, LEAVES, spec)
 
 
 def expressed(spec: ModelSpec, activation: Activation) -> tuple[dict[str, Any], list[BoundLeaf]]:
-    """Return `model_args` and the tensors of a checkpoint for a tree.
+    """Return what a nanoGPT checkpoint contains for a model: `model_args` and the tensors.
 
     Args:
-        spec: the tree.
-        activation: the GELU of the model.py that will read the checkpoint.
+        spec: the model.
+        activation: the kind of GELU in the model.py that will read the checkpoint.
 
     Raises:
-        CannotExpress: nanoGPT cannot compute the tree. The message lists the components that prevent it.
+        CannotExpress: nanoGPT cannot compute the model. The message lists the components that prevent it.
     """
     target = _NanoGPT(activation)
     expression = express(target, spec, clear=("rounding",))

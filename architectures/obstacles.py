@@ -1,8 +1,8 @@
-"""Find out whether a target (a family or a file format) can express a tree, and which differences are in the way.
+"""Find out whether a target (a model family or a file format) can express a model, and which differences prevent it.
 
-A target does not declare which trees it can express. Instead, gptkit lets it write the tree and read it back. The
-differences between the two trees are the *obstacles*. Two kinds of obstacle can be removed without changing the
-function: other rounding, and biases that are all zero. Swaps remove the others, and every swap declares which ones
+A target does not declare which models it can express. Instead, gptkit lets it write a ModelSpec and read it back. The
+differences between the two are the *obstacles*. Two kinds of obstacle can be removed without changing the function:
+other rounding, and biases that are all zero. Swaps remove the others, and every swap declares which ones
 (`surgery.registry.Clears`). A target declares its kinds of component, so `write` never gets an unknown kind, and an
 AttributeError in `write` is a bug of the target.
 """
@@ -19,14 +19,14 @@ from ..errors import CannotExpress, ConfigError, MissingComponent
 
 Kinds = frozenset[type[Component]]
 _STRUCTURE: Kinds = frozenset({ModelSpec, Embedding, Block, SubLayer, Head})
-"""The kinds of component that every tree has. Targets need not declare them."""
+"""The kinds of component that every model has. A target does not declare them in its `kinds`."""
 
 OWN_FORMAT = "To write the model in gptkit's own format, which can store any model: gptkit convert MODEL OUT --to local"
 _MOST = 12
-"""The number of obstacles that a message lists."""
+"""The largest number of obstacles that an error message lists."""
 
 _REFUSED = (CannotExpress, ConfigError, MissingComponent)
-"""Errors by which a target refuses to write or read a tree. Any other error is a bug of the target."""
+"""The errors that a target raises if it cannot write or read a model. Any other error is a bug of the target."""
 
 _Some = TypeVar("_Some", bound=Component)
 _Other = TypeVar("_Other", bound=Component)
@@ -35,56 +35,61 @@ _Remedy = Literal["rounding", "zeros"]
 
 
 class Destination(Protocol):
-    """A target that may be able to express a tree: a family or a format."""
+    """A target of conversions, which may be able to express a model: a model family or a file format."""
 
     @property
     def owner(self) -> str:
-        """The name of the target in messages."""
+        """The name of the target in error messages."""
         ...
 
     @property
     def kinds(self) -> Kinds:
-        """The kinds of component in the target's trees, without those of `_STRUCTURE`."""
+        """The kinds of component that models of the target may have, without those of `_STRUCTURE`."""
         ...
 
     @property
     def usual(self) -> ModelSpec:
-        """An example of the target's trees, which shows where every component belongs."""
+        """An example of a model that the target can express. It shows where components of every kind belong."""
         ...
 
     def back(self, spec: ModelSpec) -> ModelSpec:
-        """Write a tree and return the tree that the target reads from the result. All components must be in `kinds`.
+        """Let the target write a model, and return the ModelSpec that it reads from the result.
+
+        All components of the model must be in `kinds`.
 
         Raises:
-            CannotExpress, ConfigError: the target cannot write the tree, or refuses to read the result.
+            CannotExpress, ConfigError: the target cannot write the model, or refuses to read the result.
         """
         ...
 
     def bind(self, spec: ModelSpec) -> Sequence[Any]:
-        """Return the target's weight map for a tree. Raises CannotExpress if the target has no name for a tensor."""
+        """Return which tensors the target's checkpoint has for a model, and which parameters every tensor contains.
+
+        Raises CannotExpress if the target has no name for a parameter.
+        """
         ...
 
 
 class Obstacle(NamedTuple):
-    """A difference between a tree and the nearest tree of a target."""
+    """A difference between a model and the most similar model that a target can express."""
 
     path: str
-    """The path of the field that differs, such as blocks.3.attention.window."""
+    """The path of the field that differs in the ModelSpec, such as blocks.3.attention.window."""
     ours: Any
-    """The field's value in the tree."""
+    """The field's value in the model."""
     theirs: Any
-    """The field's value in the target's tree."""
+    """The field's value in the most similar model of the target."""
     remedy: _Remedy | None = None
-    """How to remove the obstacle without changing the function: "rounding" lets the target round in its own way, and
-    "zeros" adds or removes biases that are all zero. None if only a swap can remove it, or nothing."""
+    """How the obstacle can be removed without changing what the model computes. "rounding": let the target round in its
+    own way. "zeros": add or remove biases that are all zero. None: only a swap can remove it, or nothing can."""
 
     @property
     def is_bias(self) -> bool:
-        """Whether the field that differs says that a component has biases."""
+        """Whether the field says that a component has biases."""
         return self.path.endswith("bias") and isinstance(self.ours, bool) and isinstance(self.theirs, bool)
 
     def sentence(self, owner: str) -> str:
-        """Return a sentence about the obstacle; `owner` is the target's name."""
+        """Return a sentence that describes the obstacle. `owner` is the target's name."""
         if self.theirs is None or (self.is_bias and self.ours):
             return f"{owner} has no {self.path}{'' if self.is_bias else f' ({short(self.ours)})'}"
         ours = "none" if self.ours is None else short(self.ours)
@@ -93,27 +98,29 @@ class Obstacle(NamedTuple):
 
 @dataclass(frozen=True)
 class Expression:
-    """The result of `express`: the target's tree, or the obstacles."""
+    """The result of `express`: whether a target can express a model, and which obstacles prevent it."""
 
     target: Destination
     spec: ModelSpec
-    """The model's tree."""
+    """The model."""
     tree: ModelSpec | None
-    """The target's tree that computes the same function, or None."""
+    """The same model as the target expresses it. None if the target cannot express it."""
     obstacles: tuple[Obstacle, ...] = ()
-    """All differences from the target's nearest tree. If there is no such tree, the components of kinds that the target
-    does not know."""
+    """All differences from the most similar model of the target. If there is no similar model, these are the components
+    whose kinds the target does not have."""
     standing: tuple[Obstacle, ...] = ()
-    """The obstacles that prevent writing the tree."""
+    """The obstacles that prevent the target from expressing the model."""
     reason: str = ""
-    """Why the target has no similar tree at all."""
+    """The reason if the target has no similar model at all, or ""."""
 
     @property
     def weight(self) -> int:
-        """A number that says how far the tree is from the target's trees. It counts the obstacles in `standing`.
+        """How far the model is from those that the target can express, as a number.
 
-        A component of another kind counts as 4 values, since it may contain more differences. A tree that the target
-        cannot write at all counts most.
+        It counts the obstacles in `standing`.
+
+        A component of another kind counts as 4, since it may contain more differences. If the target has no similar
+        model at all, the number is at least 2^30.
         """
         kinds = [
             isinstance(obstacle.ours, Component) or isinstance(obstacle.theirs, Component) for obstacle in self.standing
@@ -122,11 +129,14 @@ class Expression:
 
     @property
     def sentences(self) -> list[str]:
-        """The obstacles as sentences. One that occurs in several layers is listed once."""
+        """Sentences that describe the obstacles in `standing`.
+
+        An obstacle that occurs in several layers is described once.
+        """
         return [obstacle.sentence(self.target.owner) for obstacle in by_layers(self.standing, len(self.spec.blocks))]
 
     def refusal(self, hint: str = OWN_FORMAT) -> CannotExpress:
-        """Return an error that lists the obstacles."""
+        """Return an error that says why the target cannot express the model. The caller raises it."""
         owner, sentences = self.target.owner, self.sentences
         if not sentences:
             return CannotExpress(f"{owner} cannot express this model: {self.reason}", hint)
@@ -135,7 +145,10 @@ class Expression:
 
 
 def never(_name: str) -> bool:
-    """Return False. Without the weights, gptkit does not know whether a bias is zero."""
+    """Return False for every bias.
+
+    gptkit uses this function if it has no weights, and so cannot know whether a bias is zero.
+    """
     return False
 
 
@@ -147,23 +160,23 @@ def express(
     *,
     nearest: bool = True,
 ) -> Expression:
-    """Return the target's tree for the same function, or the obstacles.
+    """Find out whether a target can express a model, and which obstacles prevent it.
 
     Args:
-        target: a family or a format.
-        spec: the tree.
-        zero: returns whether all values of a bias are zero, given its shared name. It is only called if biases are the
-            only obstacles, and only for these biases.
-        clear: the remedies that the caller will apply. Obstacles with these remedies are not in the way.
-        nearest: list all obstacles even if the target lacks kinds of component, by comparing with its nearest tree.
-            Otherwise only the components of unknown kinds are listed.
+        target: a model family or a file format.
+        spec: the model.
+        zero: returns whether all values of a bias are zero, given its parameter name. It is only called if biases are
+            the only obstacles, and only for these biases.
+        clear: the remedies that the caller will apply. Obstacles with these remedies do not prevent anything.
+        nearest: list all obstacles even if the target lacks kinds of component, by comparing with the most similar
+            model of the target. Otherwise only the components of unknown kinds are listed.
     """
     reasons: list[str] = []
 
     def attempt(candidate: ModelSpec) -> Expression | None:
-        """Compare the tree with the one that the target reads back for the candidate.
+        """Compare the model with the ModelSpec that the target reads back after it has written `candidate`.
 
-        Return None if the target refuses it.
+        Return None if the target refuses `candidate`.
         """
         try:
             back = target.back(candidate)
@@ -204,14 +217,15 @@ def _with_remedies(
     zero: Zero,
     clear: tuple[_Remedy, ...],
 ) -> list[Expression | None]:
-    """Return what `attempt` gives for the tree, for the tree without its rounding, and for both without zero biases.
+    """Return the results of `attempt` for variants of a model from which removable obstacles were removed.
 
-    The attempts without zero biases come first. They are only made if biases may be the only obstacles.
+    The variants are the model itself, and the model with default rounding. If biases may be the only obstacles, the
+    list also has both variants without zero biases, each before the same variant with all biases.
 
     Args:
-        attempt: compares the tree with what the target makes of a candidate.
-        spec: the tree.
-        first: the result of `attempt` for the tree itself.
+        attempt: lets the target write a variant, and compares what it reads back with the model.
+        spec: the model.
+        first: the result of `attempt` for the model itself.
         zero: see `express`.
         clear: see `express`.
     """
@@ -235,9 +249,9 @@ def first_of(
     *,
     nearest: bool = True,
 ) -> tuple[Expression | None, list[Expression]]:
-    """Return the expression of the first target that can express a tree, or None.
+    """Return the result of `express` for the first target that can express a model, and those for earlier targets.
 
-    Also return those of the earlier targets. The other arguments are those of `express`.
+    If no target can express the model, the first value is None. The other arguments are those of `express`.
     """
     refused: list[Expression] = []
     for target in targets:
@@ -253,10 +267,10 @@ def of_kind(node: Any, kind: type[_Some]) -> _Some: ...
 @overload
 def of_kind(node: Any, kind: type[_Some], other: type[_Other]) -> _Some | _Other: ...
 def of_kind(node: Any, kind: type[Component], other: type[Component] | None = None) -> Any:
-    """Return the component if it is of the given kind, or of one of the two given kinds.
+    """Return the component `node` if it has the kind `kind` or `other`, and otherwise raise an error.
 
     Raises:
-        CannotExpress: the component is of another kind, or is None.
+        CannotExpress: the component has another kind, or is None.
     """
     kinds = (kind,) if other is None else (kind, other)
     if not isinstance(node, kinds):
@@ -268,7 +282,13 @@ def of_kind(node: Any, kind: type[Component], other: type[Component] | None = No
 
 
 def _unknown(kinds: Kinds, node: Any, path: str = "") -> Iterator[Obstacle]:
-    """Yield the components of a tree whose kinds are not among these."""
+    """Yield an obstacle for every component of a model whose kind is not in `kinds`.
+
+    Args:
+        kinds: the kinds of component that the target has.
+        node: the ModelSpec, or a part of it.
+        path: the path of this part.
+    """
     if isinstance(node, tuple):
         for index, inner in enumerate(node):
             yield from _unknown(kinds, inner, f"{path}.{index}")
@@ -280,7 +300,10 @@ def _unknown(kinds: Kinds, node: Any, path: str = "") -> Iterator[Obstacle]:
 
 
 def _obstacles(spec: ModelSpec, back: ModelSpec, zero: Zero) -> Iterator[Obstacle]:
-    """Yield the differences between a tree and the target's tree, with their remedies."""
+    """Yield the differences between a model and the model that a target reads back, with their remedies.
+
+    `zero` is that of `express`.
+    """
     hard = [Obstacle(*difference) for difference in differences(without_rounding(spec), without_rounding(back))]
     paths = {obstacle.path for obstacle in hard}
     places: dict[str, list[tuple[str, Component]]] = {}
@@ -300,11 +323,11 @@ def _obstacles(spec: ModelSpec, back: ModelSpec, zero: Zero) -> Iterator[Obstacl
 
 
 def _tensors(places: Mapping[str, Sequence[tuple[str, Component]]], flag: Obstacle) -> Iterator[str]:
-    """Yield the names of the bias tensors that would not exist if the field `flag` were false.
+    """Yield the names of the bias tensors that a model would not have if the field of an obstacle were false.
 
     Args:
-        places: the components of the tree, with their paths, by the path that an obstacle may have.
-        flag: the obstacle whose field says that there are biases.
+        places: the components of the model with their paths, grouped by the path that an obstacle in them may have.
+        flag: the obstacle. Its field says that there are biases.
     """
     place, _, name = flag.path.rpartition(".")
     for path, node in places[place]:
@@ -314,7 +337,7 @@ def _tensors(places: Mapping[str, Sequence[tuple[str, Component]]], flag: Obstac
 
 
 def _stays(target: Destination, tree: ModelSpec | None) -> bool:
-    """Return whether the target, given one of its own trees, writes it and reads the same tree back."""
+    """Return whether the target can write `tree`, a model that it has read, and reads the same model back."""
     try:
         return tree is not None and target.back(tree) == tree
     except _REFUSED:
@@ -322,9 +345,9 @@ def _stays(target: Destination, tree: ModelSpec | None) -> bool:
 
 
 def _bound(expression: Expression) -> Expression:
-    """Return the expression. If the target has no name for a tensor, return a refusal instead.
+    """Return the result of `express`, or a refusal if the target has no name for a tensor of the model.
 
-    A family's config.json may describe trees for which its checkpoints have no tensor names.
+    A family's config.json may describe models for which its checkpoints have no tensor names.
     """
     assert expression.tree is not None
     try:
@@ -335,7 +358,10 @@ def _bound(expression: Expression) -> Expression:
 
 
 def without_biases(spec: ModelSpec, dropped: Collection[str]) -> ModelSpec:
-    """Return the tree without the biases whose tensors are all in `dropped` (shared names)."""
+    """Return the model without some biases. A component loses its biases if all of them are in `dropped`.
+
+    `dropped` are names of parameters.
+    """
 
     def bare(node: Component, path: str) -> Component:
         for flag in (name for name in node.__struct_fields__ if name.endswith("bias") and getattr(node, name) is True):
@@ -352,14 +378,15 @@ def without_biases(spec: ModelSpec, dropped: Collection[str]) -> ModelSpec:
 
 
 def _in_kind(spec: ModelSpec, usual: ModelSpec, kinds: Kinds) -> ModelSpec | None:
-    """Return a tree of the target's components with the sizes of this tree, or None if the sizes are impossible.
+    """Return a model that has the sizes of `spec` and only components of a target.
 
-    Components of `kinds` stay as they are. Others are replaced by those of the target's usual tree.
+    Components of `kinds` stay as they are. Others are replaced by those of the target's example `usual`. The result is
+    None if the sizes are impossible.
     """
     instead: dict[type[Component], Component] = {}  # replacements for fields that are None in the usual tree
 
     def like(node: Any, usual: Component, sizes: Mapping[str, Any]) -> Any:
-        """Return a component like `usual`, with the values of `node`, or else of `sizes`."""
+        """Return a component of the kind of `usual`. Its fields have the values of `node`, or else those of `sizes`."""
         if type(node) is not type(usual) and type(node) in kinds:
             return node
         if isinstance(node, Component):
@@ -399,7 +426,10 @@ def _in_kind(spec: ModelSpec, usual: ModelSpec, kinds: Kinds) -> ModelSpec | Non
 
 
 def _nearest(block: Block, others: Sequence[Block]) -> Block:
-    """Return the first of the other blocks that has the most mixer slots in common with this one."""
+    """Return the block among `others` that is most similar to `block`: the one with the most mixer slots in common.
+
+    A slot is the place of a mixer in a block, such as "attention".
+    """
     slots = {sublayer.mixer.slot for sublayer in block.sublayers}
     return max(
         dict.fromkeys(others), key=lambda other: len(slots & {sublayer.mixer.slot for sublayer in other.sublayers})
@@ -410,7 +440,14 @@ def _nearest(block: Block, others: Sequence[Block]) -> Block:
 
 
 def by_layers(obstacles: Iterable[tuple[Any, ...]], layers: int) -> list[Obstacle]:
-    """Merge obstacles that are equal in several layers: blocks.*.x for all layers, blocks.0-2,5.x for some."""
+    """Merge obstacles that are equal in several layers into one.
+
+    Its path is blocks.*.x for all layers, or blocks.0-2,5.x.
+
+    Args:
+        obstacles: obstacles, or tuples of the same values.
+        layers: the number of layers of the model.
+    """
     numbers: dict[tuple[str, str, str], list[int]] = {}
     first: dict[tuple[str, str, str], Obstacle] = {}
     for obstacle in obstacles:
@@ -429,7 +466,7 @@ def by_layers(obstacles: Iterable[tuple[Any, ...]], layers: int) -> list[Obstacl
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Write sorted numbers as ranges: 0, 1, 2, 5 -> 0-2,5."""
+    """Return sorted numbers as text with ranges: 0-2,5 for 0, 1, 2, 5."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -440,7 +477,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def short(value: Any) -> str:
-    """Return the class name of a component, or a value as at most 60 characters of JSON."""
+    """Return a short text for a value: the class name of a component, or at most 60 characters of JSON."""
     if hasattr(value, "__struct_fields__"):
         return type(value).__name__
     text = json.dumps(value) if isinstance(value, str | int | float | bool) or value is None else repr(value)

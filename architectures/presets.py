@@ -1,4 +1,5 @@
-"""Well-known models by name. gptkit has their config.json as data, so that it can answer questions without a download.
+"""Presets: well-known models, whose config.json gptkit contains as data, so that it can describe them without a
+download.
 
 The data are in presets.json in the same folder, with the source of every config.
 """
@@ -16,7 +17,7 @@ PATH = Path(__file__).with_name("presets.json")
 
 @dataclass(frozen=True)
 class Preset:
-    """A model known by name."""
+    """A well-known model, whose config.json gptkit contains."""
 
     name: str
     """The name, in lower case."""
@@ -31,7 +32,7 @@ class Preset:
 
     @property
     def known_as(self) -> tuple[str, ...]:
-        """All names of the preset: its name, its aliases and its repository."""
+        """All names by which users can refer to the preset: its name, its aliases and its repository."""
         return (self.name, *self.aliases, *(() if self.repo is None else (self.repo,)))
 
 
@@ -54,12 +55,12 @@ def _index() -> dict[str, Preset]:
 
 
 def find(name: str) -> Preset | None:
-    """Return the preset with this name, alias or repository, or None. Upper and lower case are the same."""
+    """Return the preset with this name, alias or repository, or None. Case does not matter."""
     return _index().get(name.lower())
 
 
 def nearest(name: str) -> list[str]:
-    """Return up to five names of presets that `name` may have been meant for, the most likely first.
+    """Return up to five names of presets that a user may have meant by `name`, the most likely first.
 
     Names that begin with `name` (for example without its size) come before names that are merely similar.
     """
@@ -81,6 +82,6 @@ def _ratio(likeness: difflib.SequenceMatcher[str], spelling: str) -> float:
 
 
 def repo_of(name: str) -> str | None:
-    """Return the hub repository of a preset, or None if there is no such preset or nothing was published."""
+    """Return the hub repository of a preset, or None if there is no such preset or its weights were not published."""
     preset = find(name)
     return None if preset is None else preset.repo

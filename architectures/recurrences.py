@@ -1,4 +1,4 @@
-"""Recurrences in config.json and checkpoints: Mamba, Mamba-2 and gated DeltaNet, which several families share."""
+"""Recurrences that several families share (Mamba, Mamba-2, gated DeltaNet): config fields and checkpoint tensors."""
 
 import math
 import sys
@@ -37,7 +37,10 @@ _INFINITE = {"__float__": "Infinity"}  # transformers writes infinity like this
 
 
 def limits(config: ConfigReader) -> dict[str, Any]:
-    """Read `time_step_limit`, the smallest and the largest step size, as the fields `least` and `most` of `Mamba2`."""
+    """Read the smallest and the largest step size of Mamba-2 from the config field `time_step_limit`.
+
+    The result has them as the fields `least` and `most` of `Mamba2`.
+    """
     given: Any = config.raw("time_step_limit", (0.0, math.inf))
     numbers = (
         [math.inf if number == _INFINITE else number for number in given] if isinstance(given, list | tuple) else []
@@ -51,14 +54,14 @@ def limits(config: ConfigReader) -> dict[str, Any]:
 
 
 def least_step(config: ConfigReader, name: str, default: float) -> float:
-    """Read the smallest step size."""
+    """Return the smallest step size of a recurrence from the config field `name`."""
     if (least := config.number(name, default)) > 1e30:
         raise config.fail(name, least, "a number up to 1e30")
     return least
 
 
 def write_limits(mixer: Mamba2) -> dict[str, Any]:
-    """Return the field that `limits` reads, unless it has its default."""
+    """Return the config field `time_step_limit` of a mixer. The result is empty if the field would have its default."""
     if (mixer.least, mixer.most) == (0, None):
         return {}
     return {"time_step_limit": [mixer.least, _INFINITE if mixer.most is None else mixer.most]}
@@ -75,7 +78,7 @@ _MAMBA2: Fields = {
 
 
 def mamba2_sizes(config: ConfigReader, values: Mapping[str, Any], *, inner: int | None = None) -> dict[str, Any]:
-    """Return the fields of `Mamba2` that are sizes, from the config fields that begin with `mamba_`.
+    """Return the sizes of a Mamba-2 mixer as fields of `Mamba2`, from the config fields that begin with `mamba_`.
 
     Args:
         config: the reader of the config.
@@ -96,7 +99,10 @@ def mamba2_sizes(config: ConfigReader, values: Mapping[str, Any], *, inner: int 
 
 
 def read_mamba2(config: ConfigReader, values: Mapping[str, Any]) -> Mamba2:
-    """Return Mamba-2 from the config fields that begin with `mamba_`. Its norm has one group per group of b and c."""
+    """Return a Mamba-2 mixer from the config fields that begin with `mamba_`.
+
+    The groups of its norm are those of b and c.
+    """
     sizes, bias = mamba2_sizes(config, values), config.boolean("mamba_proj_bias", False)
     norm = RMSNorm(size=sizes["heads"] * sizes["head_dim"], eps=values["eps"], groups=sizes["groups"])
     return Mamba2(**sizes, norm=norm, bias=bias, output_bias=bias)
@@ -116,13 +122,16 @@ def multiple_of_hidden(mixer: Mamba | Mamba2) -> int:
 
 
 def write_mamba2(mixer: Mamba2) -> Config:
-    """Return the config fields that `read_mamba2` reads."""
+    """Return the config fields of a Mamba-2 mixer: those that `read_mamba2` reads."""
     own = {"mamba_d_head": mixer.head_dim, "mamba_expand": multiple_of_hidden(mixer), "mamba_proj_bias": mixer.bias}
     return {**write_fields(_MAMBA2, mixer), **own, **write_limits(mixer)}
 
 
 def draw_mamba2(chosen: Random, hidden: int) -> Config:
-    """Draw the config fields that `read_mamba2` reads. The number of heads divides the mixer's inner width."""
+    """Return random legal config fields of a Mamba-2 mixer: those that `read_mamba2` reads.
+
+    `hidden` is the hidden size.
+    """
     expand = chosen.choice((1, 2, 3))
     heads = divisor(chosen, hidden * expand)
     own = {"mamba_d_head": hidden * expand // heads, "mamba_proj_bias": True, "time_step_limit": draw_limits(chosen)}
@@ -131,30 +140,35 @@ def draw_mamba2(chosen: Random, hidden: int) -> Config:
 
 
 def draw_limits(chosen: Random) -> list[float]:
-    """Draw `time_step_limit`."""
+    """Return a random value for the config field `time_step_limit`."""
     return chosen.choice(([0.0, 2.0], [0.1, 2.5], [0.02, math.inf]))
 
 
 @dataclass(frozen=True)
 class MixerFields:
-    """The reader and the writer of the config fields of a mixer that replaces attention in some layers."""
+    """Reads and writes the config fields of a mixer that some layers have in place of attention."""
 
     kind: type[Any]
-    """The kind of component of the mixer."""
+    """The mixer's kind of component, such as `Mamba2`."""
     get: Callable[[ConfigReader, Mapping[str, Any]], Any]
-    """`get(config, values)` returns the mixer. `values` are the values of the config, by role."""
+    """`get(config, values)` reads the mixer. `values` are the values of the config, by role."""
     put: Callable[[Any], Config]
-    """`put(mixer)` returns the config fields."""
+    """`put(mixer)` returns the config fields of a mixer."""
     draw: Callable[[Random, Sizes], Config]
     """`draw(chosen, sizes)` returns the config fields with random legal values."""
     slot: str = "recurrence"
-    """The mixer's slot in a block."""
+    """The mixer's slot in a block: "recurrence" or "convolution"."""
     absent: Config = field(default_factory=dict)
-    """The config fields of a tree in which no layer has such a mixer."""
+    """The config fields for a model in which no layer has such a mixer."""
 
 
 def without_attention(places: Places, fields: MixerFields) -> Lens:
-    """Return the lens of the mixers in layers without attention, for `DecoderFamily.recurrent`."""
+    """Return a `Lens` for the mixers of layers without attention, for `DecoderFamily.recurrent`.
+
+    Args:
+        places: reads and writes which layers have attention.
+        fields: reads and writes the mixer of the other layers, which is the same in all of them.
+    """
 
     def get(config: ConfigReader, values: Mapping[str, Any]) -> list[Any]:
         with_attention = places.get(config, values["layers"])
@@ -184,7 +198,10 @@ MAMBA2 = MixerFields(
 
 
 def mamba2_leaves(theirs: str) -> tuple[Leaf, ...]:
-    """Return the leaves of a layer's Mamba-2. Its checkpoint names begin with `theirs`."""
+    """Return the leaves (entries of the tensor table) of a Mamba-2 mixer.
+
+    `theirs` is the prefix of the names in checkpoints.
+    """
     ours = B + "recurrence."
     read, mixed = ("gate", "x", "b", "c", "dt"), ("x", "b", "c")
     rows: dict[str, Any] = {"split": "part", "parts": ("inner", "inner", "states", "states", "heads")}
@@ -204,17 +221,17 @@ def mamba2_leaves(theirs: str) -> tuple[Leaf, ...]:
 
 
 def steps_of_rank(config: ConfigReader, name: str, hidden: int) -> int:
-    """Read the rank of the projection to Mamba's step sizes (dt). "auto" means a sixteenth of the hidden size."""
+    """Return the rank of the projection to Mamba's step sizes (dt), from the config field `name`.
+
+    "auto" means a sixteenth of the hidden size.
+    """
     return math.ceil(hidden / 16) if config.raw(name, "auto") == "auto" else config.integer(name)
 
 
 def step_rank(hidden: int) -> Field:
-    """Return the config field of the rank of the projection to Mamba's step sizes (dt).
+    """Return the config field for the rank of the projection to Mamba's step sizes (dt).
 
-    "auto" means a sixteenth of the hidden size.
-
-    Args:
-        hidden: the default of `hidden_size`.
+    "auto" means a sixteenth of the hidden size. `hidden` is the default of `hidden_size`.
     """
 
     def read(config: ConfigReader, name: str, _: str) -> int:
@@ -224,7 +241,7 @@ def step_rank(hidden: int) -> Field:
 
 
 def width_of(config: ConfigReader, name: str, hidden: int) -> int:
-    """Read the number of channels of the mixer. The config field is this number divided by the hidden size."""
+    """Return the number of channels of a mixer: the config field `name` times the hidden size."""
     times = config.integer(name, 2)
     if times * hidden >= 2**31:
         raise config.fail(name, times, f"less than 2^31 / hidden_size ({hidden})")
@@ -232,7 +249,13 @@ def width_of(config: ConfigReader, name: str, hidden: int) -> int:
 
 
 def norms_of(rank: int, states: int, **fields: Any) -> dict[str, RMSNorm]:
-    """Return Mamba's norms of dt, b and c. `rank` is the size of dt, and `states` that of b and c."""
+    """Return Mamba's norms of dt, b and c.
+
+    Args:
+        rank: the size of dt.
+        states: the size of b and of c.
+        fields: further fields of the norms.
+    """
     return {f"{name}_norm": RMSNorm(size=n, **fields) for name, n in {"dt": rank, "b": states, "c": states}.items()}
 
 
@@ -262,7 +285,7 @@ MAMBA = MixerFields(
     lambda mixer: {"mamba_expand": multiple_of_hidden(mixer), **write_fields(_MAMBA, mixer)},
     _draw_mamba,
 )
-"""Mamba with norms of the step sizes, B and C, from the fields that begin with `mamba_`."""
+"""Reads and writes Mamba with norms of dt, b and c, from the config fields that begin with `mamba_`."""
 
 
 _CONVOLUTION: Fields = {"conv_L_cache": size("kernel", 3, 1, 2, 4, 7), "conv_bias": Field("bias", False)}
@@ -280,7 +303,7 @@ CONVOLUTION = MixerFields(
     lambda chosen, sizes: draw_fields(_CONVOLUTION, chosen, sizes),
     slot="convolution",
 )
-"""LFM2's gated short convolutions."""
+"""Reads and writes LFM2's gated short convolutions."""
 
 
 ALONE: Fields = {
@@ -291,11 +314,18 @@ ALONE: Fields = {
     "residual_in_fp32": Field("wide", True),
     "tie_word_embeddings": Field("tied", True),
 }
-"""The config fields of families whose layers have one mixer and no feed-forward, without the fields of the mixer."""
+"""The config fields of families whose layers have one mixer and no feed-forward. The fields of the mixer are
+missing."""
 
 
 def alone(config: ConfigReader, values: Mapping[str, Any], mixer: Mamba | Mamba2) -> ModelSpec:
-    """Return the tree whose layers have only the mixer `mixer`. `values` are those of a table like `ALONE`."""
+    """Return a model whose layers have only a mixer.
+
+    Args:
+        config: the reader of the config.
+        values: the values of a table like `ALONE`, by role.
+        mixer: the mixer of every layer.
+    """
     hidden, vocab = values["hidden"], values["vocab"]
     usual = [LINEAR] * values["layers"]
     config.refuse({"layer_types": ((None, usual), f"every layer is {type(mixer).__name__}")})
@@ -309,7 +339,7 @@ def alone(config: ConfigReader, values: Mapping[str, Any], mixer: Mamba | Mamba2
 
 
 def write_alone(spec: ModelSpec) -> Config:
-    """Return the config fields of a tree that `alone` returns, without those of the mixer."""
+    """Return the config fields of a model whose layers have only a mixer. The fields of the mixer are missing."""
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
@@ -321,7 +351,10 @@ def write_alone(spec: ModelSpec) -> Config:
 
 
 def mamba_leaves(theirs: str) -> tuple[Leaf, ...]:
-    """Return the leaves of a layer's Mamba. Its checkpoint names begin with `theirs`."""
+    """Return the leaves (entries of the tensor table) of a Mamba mixer.
+
+    `theirs` is the prefix of the names in checkpoints.
+    """
     ours = B + "recurrence."
     halves: dict[str, Any] = {"split": "part", "parts": ("inner", "inner")}
     chosen = Layout("part inner", split="part", parts=("rank", "state", "state"))
@@ -350,7 +383,10 @@ _DELTA: Fields = {
 
 
 def delta_nets(fused: str) -> Lens:
-    """Return the lens of gated DeltaNets in layers without attention. `fused` is the value of `GatedDeltaNet.fused`."""
+    """Return a `Lens` for gated DeltaNets, which are the mixers of layers without attention.
+
+    `fused` is the value of `GatedDeltaNet.fused`.
+    """
 
     def attends(config: ConfigReader, layers: int) -> list[bool]:
         every = config.integer("full_attention_interval", 4)
@@ -396,7 +432,7 @@ DELTA = (
     ),
     *leaves_of({f"{_THEIRS}{name}": f"{_R}{ours}" for name, ours in (("norm", "norm"), ("out_proj", "o_proj"))}),
 )
-"""The leaves of a gated DeltaNet, except those of the projections of its input."""
+"""The leaves (entries of the tensor table) of a gated DeltaNet, without the projections of its input."""
 
 
 QUERIES_AND_GATE = (
@@ -410,7 +446,8 @@ QUERIES_AND_GATE = (
     ),
     *leaves_of({name: ours for name, ours in ATTENTION.items() if not name.endswith("q_proj")}),
 )
-"""The leaves of gated attention. Every head's queries are followed by its gate, in one tensor."""
+"""The leaves (entries of the tensor table) of gated attention. One tensor has the rows of queries and gates: those of a
+head's query, then those of its gate."""
 
 
 JOINED_PROJECTIONS = (
@@ -440,7 +477,7 @@ SPLIT_PROJECTIONS = (
         }
     ),
 )
-"""The projections of Qwen3.5."""
+"""The leaves (entries of the tensor table) of the projections to a gated DeltaNet in Qwen3.5."""
 
 
 GATED: dict[str, Any] = {
@@ -458,11 +495,12 @@ PARTLY = RotaryKind(part=PART, whole=0.25)
 
 
 DELTA_REST = (*leaves_of({**FEED_FORWARD, T + "input_layernorm": B + "recurrence_norm"}), *leaves_of({**NORMS, **ENDS}))
-"""The leaves of everything after the mixers."""
+"""The leaves (entries of the tensor table) of feed-forwards, norms and the head in models with gated DeltaNets."""
 
 
 DELTA_LEAVES = (*leaves_of(EMBEDDING), *DELTA_REST, *DELTA, *QUERIES_AND_GATE)
-"""All leaves except those of the recurrence's projections and of the mixtures, in the order of Qwen3-Next's files."""
+"""All leaves (entries of the tensor table) of Qwen3-Next, in the order of its files. Those of mixtures and of the
+projections to a gated DeltaNet are missing."""
 
 
 GATED_MIXTURE = {

@@ -1,7 +1,7 @@
-"""Rotary positions in config.json: rope_theta with rope_scaling (before transformers 5), or rope_parameters.
+"""RoPE in config.json: rope_theta with rope_scaling (before transformers 5), or rope_parameters.
 
 transformers infers some values at run time (attention factors, the original context). gptkit infers them when it reads
-the config, so that the tree contains all numbers.
+the config, so that the ModelSpec contains all numbers.
 
 Source: transformers modeling_rope_utils.py, `standardize_rope_params` and the functions in ROPE_INIT_FUNCTIONS.
 """
@@ -30,50 +30,56 @@ from .draws import Config, sometimes
 from .obstacles import Kinds
 
 ROTARY: Kinds = frozenset({Rotary, *get_args(RopeScaling)})
-"""RoPE with all scalings that transformers has, for `Architecture.kinds`."""
+"""The kinds of component of RoPE with any scaling that transformers has, for `Architecture.kinds`."""
 
 _DEFAULT_BASE = 10_000.0
 
 
 class RotaryKind(NamedTuple):
-    """The assumptions of a family's config class about RoPE in its layers, or in one kind of layer."""
+    """How a family's config class states RoPE: names of config fields, defaults and limitations.
+
+    It describes all layers, or one type of layer ("full_attention").
+    """
 
     base: float = _DEFAULT_BASE
     """The default base of RoPE."""
     theta: str = "rope_theta"
-    """The config field of the base before transformers 5, or "" if there is none."""
+    """The config field of the base in the form before transformers 5, or "" if there is none."""
     scaled: bool = True
-    """Whether `rope_scaling` applies to these layers."""
+    """Whether the config field `rope_scaling` applies to these layers."""
     part: str = ""
-    """The config field with the fraction of a head that RoPE rotates, or "" if RoPE rotates whole heads."""
+    """The config field for the fraction of a head that RoPE rotates. "" if RoPE always rotates whole heads."""
     whole: float = 1.0
     """The default of the fraction of a head that RoPE rotates."""
     dims: str = ""
-    """The config field with the number of dimensions that RoPE rotates, if no field has the fraction."""
+    """The config field for the number of dimensions that RoPE rotates. "" if there is none."""
     entire: bool = False
     """Whether transformers fails if the config states the fraction of a head that RoPE rotates."""
     pairs: Literal["halves", "adjacent"] = "halves"
-    """See `Rotary.pairs`."""
+    """The value of `Rotary.pairs`: which elements of a head are rotated together."""
     rounding: Literal["input", "result", "keys", "tables", "complex"] = "input"
-    """See `Rotary.rounding`."""
+    """The value of `Rotary.rounding`: what is rounded to the dtype of queries and keys."""
     usual: Mapping[str, Any] | None = None
-    """The default RoPE parameters. If they include a base, a config without parameters may not state another base."""
+    """The default RoPE parameters. If they include a base, a config without `rope_parameters` may not state another
+    base."""
     alpha: bool = False
     """Whether parameters of type "dynamic" may have an `alpha`, which multiplies the base by alpha ^ (d / (d - 2)) for
     heads of width d."""
     direction: Literal["forward", "backward"] = "forward"
-    """See `Rotary.direction`."""
+    """The value of `Rotary.direction`: whether later tokens are rotated by larger or smaller angles."""
     joined: bool = False
-    """See `Rotary.joined`. If only a part of a head is rotated, it is always joined."""
+    """The value of `Rotary.joined`: whether the result is always a concatenation of two parts. If RoPE may rotate only
+    a part of a head, it always is."""
     even: bool = False
     """Whether the number of rotated dimensions must be even."""
     original: int | None = None
-    """The default of the original context, in tokens. None means the model's context length."""
+    """The default of `original_max_position_embeddings`, in tokens. None means the model's context length."""
     renewed: bool = False
-    """See `LongRopeScaling.renewed`."""
+    """The value of `LongRopeScaling.renewed`: whether all keys are computed again if a text grows beyond the original
+    context."""
     types: Mapping[str, str] | None = None
-    """The names of RoPE types in the config class -> transformers' names. Other types are refused. None: the family
-    supports all types, under transformers' names."""
+    """The config class's names of RoPE types -> transformers' names. Other types are refused. None: the family supports
+    all types, under transformers' names."""
 
 
 USUAL_ROTARY = RotaryKind()
@@ -86,18 +92,18 @@ def read_rotary(
     kind: RotaryKind = USUAL_ROTARY,
     tables: int | None = None,
 ) -> Rotary:
-    """Return the rotary component of a family in which all layers have the same RoPE.
+    """Return the RoPE component of a family in which all layers have the same RoPE.
 
     Args:
         config: the reader of the config.
         dim: the width of a head.
         context_length: the model's context length, or None if the config states none.
-        kind: the assumptions of the family's config class.
+        kind: how the family's config class states RoPE.
         tables: the width from which transformers makes the tables of cos and sin, if it is not `dim`.
 
     Raises:
-        ConfigError: the RoPE type is unknown, or a parameter is missing or malformed. Or only a part of a head is
-            rotated, in a family for which transformers then fails.
+        ConfigError: the RoPE type is unknown, or a parameter is missing or malformed. It is also raised if only a part
+            of a head is rotated, in a family for which transformers then fails.
     """
     readers = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
     which = "rope_scaling" if readers[0].data else "rope_parameters"
@@ -126,15 +132,20 @@ def read_rotary(
 def read_rotaries(
     config: ConfigReader, dim: int, context_length: int, kinds: Mapping[str, RotaryKind]
 ) -> dict[str, Rotary]:
-    """Return the rotary component of every kind of layer ("full_attention", …).
+    """Return the RoPE component for every type of layer ("full_attention", …).
 
-    `rope_parameters` has an object per kind, as transformers 5 writes it. Older fields are read too. `dim` is the width
-    of a head.
+    `rope_parameters` has an object per type, as transformers 5 writes it. Older fields are read too.
+
+    Args:
+        config: the reader of the config.
+        dim: the width of a head.
+        context_length: the model's context length.
+        kinds: how the config class states RoPE, for every type of layer.
 
     Source: transformers models/gemma3/configuration_gemma3.py, convert_rope_params_to_dict.
 
     Raises:
-        ConfigError: `rope_parameters` has no object per kind, or `read_rotary` would raise the error.
+        ConfigError: `rope_parameters` has no object per type, or `read_rotary` would raise the error.
     """
     by_kind = config.inner("rope_parameters")
     flat = [name for name, value in by_kind.data.items() if value is not None and not isinstance(value, dict)]
@@ -164,7 +175,10 @@ def read_rotaries(
 
 
 def _outside_parameters(config: ConfigReader, which: str, kind: RotaryKind) -> dict[str, Any]:
-    """Return the RoPE parameters that the config has at the top level, next to the object `which`."""
+    """Return RoPE parameters that a config states at its top level instead of in the object `which`.
+
+    `which` is "rope_scaling" or "rope_parameters".
+    """
     part, original = config.raw(kind.part or PART), config.raw(ORIGINAL, kind.original)
     fields = (
         {} if part is None or "partial_rotary_factor" in config.inner(which).data else {"partial_rotary_factor": part}
@@ -175,9 +189,15 @@ def _outside_parameters(config: ConfigReader, which: str, kind: RotaryKind) -> d
 def _rotary(
     rope: ConfigReader, dim: int, base: float, context_length: int | None, kind: RotaryKind, tables: int | None = None
 ) -> Rotary:
-    """Return the rotary component for these RoPE parameters and heads of width `dim`.
+    """Return the RoPE component for RoPE parameters.
 
-    `tables` is as in `read_rotary`.
+    Args:
+        rope: the reader of the parameters.
+        dim: the width of a head.
+        base: the base of RoPE.
+        context_length: the model's context length, or None.
+        kind: how the config class states RoPE.
+        tables: as in `read_rotary`.
     """
     rope_type = _rope_type(rope, kind)
     part = rope.raw(PART, kind.whole)
@@ -216,7 +236,10 @@ def _rotary(
 
 
 def _rope_type(rope: ConfigReader, kind: RotaryKind) -> str:
-    """Return the type of RoPE by transformers' name. Raises ConfigError if the family has no such type."""
+    """Return transformers' name of the RoPE type in these parameters.
+
+    Raises ConfigError if the family has no such type.
+    """
     rope_type = rope.raw("rope_type", rope.raw("type", "default"))
     if not isinstance(rope_type, str):
         raise rope.fail("rope_type", rope_type, "a string")
@@ -228,7 +251,10 @@ def _rope_type(rope: ConfigReader, kind: RotaryKind) -> str:
 
 
 def _grown_base(rope: ConfigReader, dim: int, base: float) -> float:
-    """Return the RoPE base for dynamic scaling with an `alpha`: base · alpha ^ (d / (d - 2)), where d is `dim`."""
+    """Return the RoPE base for dynamic scaling with a parameter `alpha`.
+
+    It is base · alpha ^ (d / (d - 2)), where d is `dim`.
+    """
     alpha = rope.number("alpha")
     power = dim / (dim - 2) if dim > 2 else math.inf
     if not abs(math.log(base) + power * math.log(alpha)) < 700:
@@ -240,7 +266,14 @@ def _grown_base(rope: ConfigReader, dim: int, base: float) -> float:
 
 
 def _rotated_part(rope: ConfigReader, part: Any, dim: int, kind: RotaryKind) -> int:
-    """Return the number of dimensions that RoPE rotates, given the fraction `part` of a head of width `dim`."""
+    """Return the number of dimensions that RoPE rotates.
+
+    Args:
+        rope: the reader of the RoPE parameters, for error messages.
+        part: the fraction of a head that RoPE rotates.
+        dim: the width of a head.
+        kind: how the config class states RoPE.
+    """
     if not _is_number(part) or not 0 < part <= 1:
         raise rope.fail(PART, part, "a number above 0 and at most 1")
     rotated = int(dim * part)
@@ -252,15 +285,15 @@ def _rotated_part(rope: ConfigReader, part: Any, dim: int, kind: RotaryKind) -> 
 
 
 def _one_frequency(dim: int, rotated: int, scaling: str, kind: RotaryKind) -> float:
-    """Return the RoPE base for tables of cos and sin with a single frequency.
+    """Return the RoPE base if transformers' tables of cos and sin have a single frequency, which all pairs then use.
 
-    It is 1: all pairs have the same frequency.
+    The base is 1, with which all pairs have the same frequency.
 
     Args:
         dim: the number of dimensions of a head to which RoPE is applied.
         rotated: the number of dimensions for which transformers makes the tables of cos and sin.
         scaling: the RoPE type.
-        kind: the assumptions of the family's config class.
+        kind: how the family's config class states RoPE.
 
     Raises:
         ConfigError: transformers fails with tables of this width.
@@ -327,7 +360,14 @@ def _read_scaling(
 
 
 def _read_yarn(rope: ConfigReader, base: float, original: int, usual_factor: float) -> YarnScaling:
-    """Read YaRN's parameters. `usual_factor` is the scaling factor if the config states none."""
+    """Return YaRN's scaling for RoPE parameters.
+
+    Args:
+        rope: the reader of the parameters.
+        base: the base of RoPE.
+        original: the original context length in tokens.
+        usual_factor: the scaling factor if the parameters have none.
+    """
     if base == 1:
         raise ConfigError(
             "config.json: YaRN divides by the logarithm of rope_theta, which is 0 because rope_theta is 1"
@@ -344,7 +384,15 @@ def _read_yarn(rope: ConfigReader, base: float, original: int, usual_factor: flo
 
 
 def _read_longrope(rope: ConfigReader, dim: int, original: int, usual_factor: float, renewed: bool) -> LongRopeScaling:
-    """Read LongRoPE's parameters. `usual_factor` is the scaling factor if the config states none."""
+    """Return LongRoPE's scaling for RoPE parameters.
+
+    Args:
+        rope: the reader of the parameters.
+        dim: the number of dimensions that RoPE rotates.
+        original: the original context length in tokens.
+        usual_factor: the scaling factor if the parameters have none.
+        renewed: the value of `LongRopeScaling.renewed`.
+    """
     factor = _number_or(rope, "factor", usual_factor)
     if factor > 1.0 and original == 1 and rope.raw("attention_factor") is None:
         raise rope.fail(ORIGINAL, original, "a number above 1 for longrope")
@@ -359,12 +407,15 @@ def _read_longrope(rope: ConfigReader, dim: int, original: int, usual_factor: fl
 
 
 def _number_or(rope: ConfigReader, name: str, inferred: float) -> float:
-    """Read a number. If it is null, zero or absent, return `inferred`, as the `or` in transformers' code does."""
+    """Return the number in a field, or `inferred` if the field is null, zero or absent.
+
+    transformers' code does the same with `or`.
+    """
     return rope.number(name) if rope.raw(name) else inferred
 
 
 def _rotations(rope: ConfigReader, name: str, default: float) -> float:
-    """Read YaRN's beta_fast or beta_slow, a number of rotations. It must have a finite logarithm."""
+    """Return YaRN's parameter beta_fast or beta_slow, a number of rotations. Its logarithm must be finite."""
     value = _number_or(rope, name, default)
     if not 1e-9 <= value <= 1e9:
         raise rope.fail(name, value, "a number of rotations from 1e-9 to 1e9")
@@ -372,7 +423,11 @@ def _rotations(rope: ConfigReader, name: str, default: float) -> float:
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """Return YaRN's attention factor (section 3.4), or DeepSeek's ratio of mscales if the config has both numbers."""
+    """Return the factor by which YaRN multiplies cos and sin (section 3.4).
+
+    If the parameters have both `mscale` and `mscale_all_dim`, it is DeepSeek's ratio of two factors. `factor` is the
+    scaling factor of the context.
+    """
     if rope.raw("attention_factor") is not None:
         return rope.number("attention_factor")
     if rope.raw("mscale") and rope.raw("mscale_all_dim"):
@@ -386,7 +441,7 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
 
 
 def read_mscale(config: ConfigReader) -> float:
-    """Return DeepSeek's mscale. If RoPE is scaled, attention scores are multiplied by its square.
+    """Return DeepSeek's factor mscale. If RoPE is scaled, attention scores are multiplied by its square.
 
     Source: transformers models/deepseek_v2/modeling_deepseek_v2.py, yarn_apply_mscale.
     """
@@ -404,7 +459,7 @@ def read_mscale(config: ConfigReader) -> float:
 
 
 def write_mscale(scaling: dict[str, Any] | None, scale: float, usual: float) -> dict[str, Any] | None:
-    """Return `rope_scaling` with the parameters with which attention scores have the factor `scale`; see `read_mscale`.
+    """Return `rope_scaling` with parameters that give attention scores the factor `scale`; see `read_mscale`.
 
     Args:
         scaling: `rope_scaling` without these parameters.
@@ -450,7 +505,13 @@ def _numbers(rope: ConfigReader, name: str, length: int) -> tuple[float, ...]:
 
 
 def write_rotary(rotary: Rotary, head_dim: int, kind: RotaryKind = USUAL_ROTARY) -> dict[str, Any]:
-    """Return the config fields of a rotary component, in the form that transformers 4 and 5 both read."""
+    """Return the config fields of a RoPE component, in a form that transformers 4 and 5 both read.
+
+    Args:
+        rotary: the component.
+        head_dim: the width of a head.
+        kind: how the family's config class states RoPE.
+    """
     part = {kind.part: _part(rotary.exponent, head_dim)} if kind.part else {}
     scaling = _scaling(rotary) or (None if kind.usual is None else {"rope_type": "default"})
     # Config classes with their own names of types read the original context next to the parameters.
@@ -459,9 +520,11 @@ def write_rotary(rotary: Rotary, head_dim: int, kind: RotaryKind = USUAL_ROTARY)
 
 
 def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -> dict[str, Any]:
-    """Return `rope_parameters` by kind of layer, as transformers 5 reads it.
+    """Return the config field `rope_parameters` with an object per type of layer, as transformers 5 reads it.
 
-    If `head_dim` is given, the result includes the fraction of a head that is rotated.
+    Args:
+        by_kind: the RoPE component of every type of layer.
+        head_dim: the width of a head. If it is given, the result includes the fraction of a head that RoPE rotates.
     """
     part = {} if head_dim is None else {kind: _part(rotary.exponent, head_dim) for kind, rotary in by_kind.items()}
     return {
@@ -477,7 +540,10 @@ def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -
 
 
 def _part(rotated: int, head_dim: int) -> float:
-    """Return the fraction (`partial_rotary_factor`) from which transformers computes exactly `rotated` dimensions."""
+    """Return a `partial_rotary_factor` from which transformers computes exactly `rotated` dimensions.
+
+    It does not always equal `rotated` / `head_dim`, since transformers rounds down.
+    """
     part = rotated / head_dim
     return part if int(head_dim * part) == rotated else (rotated + 0.5) / head_dim
 
@@ -491,7 +557,7 @@ _TYPES: Mapping[type[RopeScaling], str] = {
     LongRopeScaling: "longrope",
     ProportionalScaling: "proportional",
 }
-"""transformers' names of the scalings."""
+"""The kinds of RoPE scaling -> transformers' names of RoPE types."""
 
 
 def _scaling(rotary: Rotary) -> dict[str, Any] | None:
@@ -520,7 +586,7 @@ _PARTS = (0, 0.25, 0.4, 0.75, 1.0)
 
 
 def draw_scaling(chosen: Random, dim: int) -> Config:
-    """Draw RoPE parameters of any type for heads of width `dim`. They have no base."""
+    """Return random RoPE parameters of a random type, without a base, for heads of width `dim`."""
     pick, pairs = chosen.choice, dim // 2
     kinds: dict[str, Config] = {
         "default": sometimes(chosen, {PART: pick(_PARTS)}),
@@ -545,17 +611,23 @@ def draw_scaling(chosen: Random, dim: int) -> Config:
 
 
 def _draw_divisors(chosen: Random, pairs: int) -> list[float]:
-    """Draw LongRoPE's divisors of the frequencies."""
+    """Return random LongRoPE factors, which divide the RoPE frequencies.
+
+    `pairs` is the number of pairs of dimensions.
+    """
     return [chosen.uniform(0.5, 9) for _ in range(pairs)]
 
 
 def draw_part(chosen: Random, dim: int) -> float:
-    """Draw the fraction of a head of width `dim` that is rotated. The number of rotated dimensions is even."""
+    """Return a random fraction of a head of width `dim` for RoPE. It gives an even number of rotated dimensions."""
     return chosen.choice([part for part in (0.25, 0.5, 0.75, 1.0) if int(dim * part) and int(dim * part) % 2 == 0])
 
 
 def draw_rotary(chosen: Random, dim: int, kind: RotaryKind) -> Config:
-    """Draw the RoPE fields of a family in which all layers have the same RoPE, as transformers 4 or 5 writes them."""
+    """Return random RoPE config fields of a family in which all layers have the same RoPE.
+
+    They have the form of transformers 4 or 5.
+    """
     theta = chosen.choice(_THETAS)
     if kind.part:
         part = draw_part(chosen, dim)
@@ -578,7 +650,7 @@ def draw_rotary(chosen: Random, dim: int, kind: RotaryKind) -> Config:
 
 
 def draw_rotaries(chosen: Random, dim: int, kinds: Mapping[str, RotaryKind]) -> Config:
-    """Draw the RoPE fields by kind of layer, in the form of transformers 5 or in the older one."""
+    """Return random RoPE config fields for several types of layers, in the form of transformers 5 or an older one."""
 
     def drawn() -> Config:
         fields = draw_scaling(chosen, dim)

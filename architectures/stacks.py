@@ -1,8 +1,9 @@
 """Checkpoints of other training programs: the tensor names and config files of litgpt, Meta, torchtitan and nanochat.
 
-A *stack* is such a program: a second table of leaves over the shared names of families. gptkit recognises its
-checkpoints by a name that no other program uses. From its config file, gptkit makes the config.json of a family. It
-refuses a field that it does not read unless the field has its default, and the message names the field.
+A *stack* is such a program. It has a tensor table of its own, with gptkit's parameter names. gptkit recognises the
+checkpoints of a program by a tensor name that no other program uses. From the program's config file, gptkit makes the
+config.json of a family. It refuses a field that it does not read unless the field has its default, and the message
+names the field.
 
 Sources: litgpt 0.5.13 (config.py, model.py, scripts/convert_lit_checkpoint.py); llama2.c (train.py, model.py);
 mistral-inference (args.py, transformer.py); torchtitan (models/llama3/state_dict_adapter.py). Meta's names are those of
@@ -27,27 +28,28 @@ _Contents = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Stack:
-    """The checkpoints of a training program."""
+    """A training program ("stack"), whose checkpoints gptkit reads: its tensor names and its config file."""
 
     name: str
     sign: str
-    """The end of a tensor name. All checkpoints of the program have such a tensor, and other checkpoints have none."""
+    """The end of a tensor name by which gptkit recognises the program. All checkpoints of the program have such a
+    tensor, and other checkpoints have none."""
     leaves: tuple[Leaf, ...]
     embedding: str
-    """The checkpoint name of the embedding."""
+    """The name of the embedding in checkpoints."""
     head: str
-    """The checkpoint name of the head."""
+    """The name of the head in checkpoints."""
     file: str
-    """The name of the program's config file, as a pattern."""
+    """The name of the program's config file. It may have the wildcard "*"."""
     config: Callable[[_Contents, int | None], dict[str, Any]]
-    """`config(contents, rows)` returns config.json for the contents of a config file. `rows` is the number of rows of
-    the embedding, or None if it is not known."""
+    """`config(contents, rows)` returns a family's config.json for the contents of the program's config file. `rows` is
+    the number of rows of the embedding, or None if it is not known."""
     dropped: tuple[str, ...] = ()
-    """The ends of names of buffers. gptkit ignores these tensors."""
+    """The ends of the names of buffers. gptkit ignores tensors with such names."""
 
 
 class _Fields(dict[str, Any]):
-    """The fields of a program's config file. It remembers which fields were read."""
+    """The fields of a program's config file, including defaults. The object remembers which fields were read."""
 
     def __init__(self, file: str, contents: _Contents, defaults: _Contents, irrelevant: tuple[str, ...] = ()) -> None:
         super().__init__({**defaults, **contents})
@@ -60,7 +62,7 @@ class _Fields(dict[str, Any]):
         return super().__getitem__(name)
 
     def size(self, name: str) -> int:
-        """Return a field that must be a positive integer below 2^31."""
+        """Return the value of a field that must be a positive integer below 2^31."""
         value = self[name]
         if type(value) is not int or not 0 < value < 2**31:
             raise self.fail(name)
@@ -71,13 +73,13 @@ class _Fields(dict[str, Any]):
         return ConfigError(f"{self._file}: {name}={shown(self.get(name))} is not supported")
 
     def matches(self, asked: _Contents) -> bool:
-        """Return whether the fields have the values in `asked`. If so, these fields count as read."""
+        """Return whether all fields in `asked` have the values in it. If so, these fields count as read."""
         fits = all(self.get(name) == value for name, value in asked.items())
         self._read.update(asked if fits else ())
         return fits
 
     def refuse_others(self) -> None:
-        """Raise ConfigError if a field that was not read does not have its default."""
+        """Raise ConfigError if a field that was not read has another value than its default."""
         for name in sorted(set(self) - self._read):
             if name not in self._defaults or self.get(name) != self._defaults[name]:
                 raise self.fail(name)
@@ -142,7 +144,7 @@ _LITGPT_DEFAULTS: dict[str, Any] = {
     "scale_embeddings": False, "lm_head_bias": False, "final_logit_softcapping": None,
     "post_attention_norm": False, "post_mlp_norm": False, "offset": False,
 }  # fmt: skip
-"""The defaults of litgpt's Config."""
+"""The fields of litgpt's Config -> their defaults."""
 
 _NEOX = {"mlp_class_name": "GptNeoxMLP", "norm_class_name": "LayerNorm", _OFFSET: False}
 _SERIAL = {"parallel_residual": False, "rotary_percentage": 1.0, "norm_class_name": "RMSNorm", "lm_head_bias": False}
@@ -159,7 +161,7 @@ def _gelu(c: _Fields) -> str:
 
 
 def _scaling(c: _Fields) -> dict[str, Any]:
-    """Return the RoPE scaling as config fields: linear scaling, or that of Llama 3.1."""
+    """Return the RoPE scaling of a litgpt config as fields of config.json: linear scaling, or that of Llama 3.1."""
     given, condensed = c["rope_adjustments"], c["rope_condense_ratio"]
     if given is None:
         return {} if condensed == 1 else {"rope_scaling": {"rope_type": "linear", "factor": condensed}}
@@ -179,9 +181,9 @@ def _rms(c: _Fields) -> dict[str, Any]:
 
 
 def _square(c: _Fields) -> None:
-    """Refuse heads that together are not as wide as the hidden states.
+    """Raise ConfigError unless all heads together are as wide as the hidden states.
 
-    Some families have no config field for head widths.
+    Some families have no config field for the width of a head.
     """
     if c["head_size"] != c["n_embd"] // c["n_head"]:
         raise c.fail("head_size")
@@ -237,9 +239,10 @@ _GEMMA_GELU = "gelu_pytorch_tanh"
 
 
 def _flags(c: _Fields, name: str) -> list[bool]:
-    """Return for every layer whether it has a window, from the list in the field `name`.
+    """Return for every layer whether it has a window, from the list in the field `name` of a litgpt config.
 
-    If the field is null, all layers have a window if the config states a window's width, and otherwise none.
+    If the field is null, all layers have a window if the config states the width of windows. Otherwise no layer has
+    one.
     """
     given, count = c[name], c.size("n_layer")
     if given is None:
@@ -253,7 +256,7 @@ _MOST_LAYERS = 2**14
 
 
 def _windowed(c: _Fields) -> dict[str, Any]:
-    """Return the config fields of a model in which all layers have a window, or none has."""
+    """Return fields of config.json for a litgpt config in which all layers have a window, or no layer has one."""
     flags = set(_flags(c, "sliding_window_indices")) if c["sliding_window_size"] is not None else {False}
     if len(flags) > 1:
         raise c.fail("sliding_window_indices")
@@ -290,12 +293,16 @@ _LITGPT_FAMILIES: tuple[tuple[str, _Contents, Callable[[_Fields], dict[str, Any]
     ("llama", {**_PLAIN, "attn_bias": False, "norm_qk": False, "sliding_window_size": None}, _llama),
     ("mistral", {**_PLAIN, "attn_bias": False, "norm_qk": False, "bias": False}, _windowed),
 )
-"""Families, the values of fields by which litgpt's configs for them are recognised, and the function that returns their
-config fields. The first family that matches is used."""
+"""How litgpt's configs are assigned to families. An entry has the name of a family, values of litgpt's fields by which
+a config of the family is recognised, and a function that returns fields of config.json. The first entry that matches is
+used."""
 
 
 def _litgpt(contents: _Contents, rows: int | None) -> dict[str, Any]:
-    """Return config.json for the contents of litgpt's model_config.yaml."""
+    """Return config.json for the contents of litgpt's model_config.yaml.
+
+    `rows` is the number of rows of the embedding.
+    """
     ignored = ("hf_config", "vocab_size", "padding_multiple", "name")
     c = _Fields("model_config.yaml", contents, _LITGPT_DEFAULTS, ignored)
     heads, width = c.size("n_head"), c.size("n_embd")
@@ -327,7 +334,8 @@ def _litgpt(contents: _Contents, rows: int | None) -> dict[str, Any]:
 def _meta(contents: _Contents, rows: int | None) -> dict[str, Any]:
     """Return config.json for Meta's or Mistral's params.json, or for the model_args that llama2.c's train.py writes.
 
-    Mistral's params.json has no multiple_of. If it states a window, it is read as Mistral's family.
+    Mistral's params.json has no multiple_of. If it states a window, the family is mistral, and otherwise llama. `rows`
+    is the number of rows of the embedding.
     """
     c = _Fields("params.json", contents, _META_DEFAULTS, ("max_batch_size", "dropout"))
     width, heads = c.size("dim"), c.size("n_heads")
@@ -360,10 +368,10 @@ def _meta(contents: _Contents, rows: int | None) -> dict[str, Any]:
 
 
 def _meta_inner(c: _Fields, width: int) -> int:
-    """Return the width of the feed-forward.
+    """Return the intermediate size of the feed-forward.
 
     If params.json does not state it, it is computed as in Meta's FeedForward. It is two thirds of four times the hidden
-    size, multiplied by a factor, and rounded up to a multiple.
+    size, multiplied by `ffn_dim_multiplier`, and rounded up to a multiple of `multiple_of`. `width` is the hidden size.
     """
     stated: int | None = c["hidden_dim"]
     factor, multiple = c["ffn_dim_multiplier"], c.size("multiple_of")
@@ -382,7 +390,7 @@ _META_DEFAULTS: dict[str, Any] = {
     "rope_scaling_factor": None, "rope_high_freq_factor": 4, "sliding_window": None,
     "_sliding_window": None, "moe": None, "lora": None, "vision_encoder": None, "model_type": "transformer",
 }  # fmt: skip
-"""The defaults of Meta's and Mistral's ModelArgs."""
+"""The fields of Meta's and Mistral's ModelArgs -> their defaults."""
 _META_BUFFERS = ("rope.freqs", "freqs_cis", "freqs_cos", "freqs_sin", ".mask")
 _TITAN = {
     **{f".attention.{name}.": f".attention.qkv_linear.{name}." for name in ("wq", "wk", "wv")},
@@ -402,7 +410,10 @@ def _titan(leaf: Leaf) -> Leaf:
 
 
 def _nanochat(contents: _Contents, rows: int | None) -> dict[str, Any]:
-    """Return config.json for nanochat's meta_STEP.json. The eps is the default of transformers' config class."""
+    """Return config.json for nanochat's meta_STEP.json. The eps is the default of transformers' config class.
+
+    `rows` is the number of rows of the embedding.
+    """
     inner = contents.get("model_config")
     if not isinstance(inner, dict):
         raise ConfigError("nanochat's meta_*.json has no field model_config")
@@ -472,4 +483,4 @@ STACKS = (
         ("cos", "sin"),
     ),
 )
-"""All stacks that gptkit can read."""
+"""All training programs whose checkpoints gptkit reads."""

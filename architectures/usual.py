@@ -1,7 +1,7 @@
 """The tensor names and layouts that most families share, as llama introduced them.
 
-Files of families use these tables, and do not import tables from other families. `B` is the prefix of the shared names
-of a layer, and `T` is the prefix of a layer's names in files.
+Files of families use these tables, and do not import tables from other families. `B` is the prefix of gptkit's
+parameter names in a layer, and `T` is the prefix of a layer's tensor names in checkpoints.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ FUSED_FEED_FORWARD = (
     ),
     *leaves_of({T + "mlp.down_proj": B + "feed_forward.down_proj"}),
 )
-"""The leaves of a gated feed-forward whose gate and up projections are one tensor."""
+"""The leaves (entries of the tensor table) of a gated feed-forward whose gate and up projections are one tensor."""
 
 NORMS = {T + "input_layernorm": B + "attention_norm", T + "post_attention_layernorm": B + "feed_forward_norm"}
 
@@ -45,7 +45,7 @@ ROUTED: dict[str, str] = {
     T + "mlp.gate": B + "feed_forward.router",
     **{f"{T}mlp.experts.{{expert}}.{name}": f"{B}feed_forward.experts.{{expert}}.{name}" for name in PROJECTIONS},
 }
-"""The modules of a mixture of experts: the names that most families use in files -> shared names."""
+"""The modules of a mixture of experts: the names that most families have in checkpoints -> gptkit's names."""
 
 STACKED = (
     Stacked(
@@ -56,7 +56,10 @@ STACKED = (
 
 
 def shared_expert(name: str) -> dict[str, str]:
-    """Return the modules of a shared expert: names in files -> shared names. Files call the expert `name`."""
+    """Return the modules of a shared expert: their names in checkpoints -> gptkit's names.
+
+    `name` is the name of the shared expert in checkpoints.
+    """
     return {f"{T}mlp.{name}.{projection}": f"{B}feed_forward.shared.{projection}" for projection in PROJECTIONS}
 
 
@@ -69,13 +72,13 @@ def mixed_leaves(
     layout: Layout = IDENTITY,
     buffer: bool = True,
 ) -> tuple[Leaf, ...]:
-    """Return the leaves of a family in which some layers are dense and others are mixtures of experts.
+    """Return the leaves (entries of the tensor table) of a family in which some layers are mixtures of experts.
 
     Args:
-        modules: the modules of mixtures: names in files -> shared names.
+        modules: the modules of mixtures: names in checkpoints -> gptkit's names.
         leaves: the leaves of dense layers and of everything outside of layers.
-        stacked: the parameters that transformers' modules name differently. These names decide the order of tensors.
-        choice: the name in files of the bias for the choice of experts, if there is one.
+        stacked: the parameters that have other names in transformers' modules. These names decide the order of tensors.
+        choice: the name in checkpoints of the bias for the choice of experts, or "" if there is none.
         layout: the layout of this bias.
         buffer: whether transformers' module stores this bias as a buffer.
     """
@@ -100,9 +103,10 @@ SANDWICH = {
 SANDWICH_LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **SANDWICH, **ENDS})
 
 GROUPED_WEIGHT = Layout("(kv_heads slot head_dim) hidden", split="slot", parts=("group", "1", "1"))
-"""The layout of fused queries, keys and values, stored by key-value head: its queries, then its key, then its value.
-With one query head per key-value head, this is BLOOM's [heads, 3, head_dim]. With one key-value head, it is the layout
-of multi-query attention: all queries, then the key, then the value."""
+"""The layout of a tensor that contains the query, key and value projections by key-value head: first the rows of its
+queries, then those of its key, then those of its value. With one query head per key-value head, this is BLOOM's [heads,
+3, head_dim]. With one key-value head, it is the layout of multi-query attention: all queries, then the key, then the
+value."""
 
 GROUPED_BIAS = Layout("(kv_heads slot head_dim)", split="slot", parts=("group", "1", "1"))
 
@@ -116,9 +120,9 @@ OUTPUT_NORM_LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **_OUT
 
 
 def fairseq(top: str) -> dict[str, str]:
-    """Return the modules of a layer in models from fairseq: names in files -> shared names.
+    """Return the modules of a layer in models from fairseq: their names in checkpoints -> gptkit's names.
 
-    The former begin with `top`.
+    `top` is the prefix of the names in checkpoints.
     """
     b, t = "blocks.{layer}.", top + "layers.{layer}."
     return {
@@ -132,10 +136,13 @@ def fairseq(top: str) -> dict[str, str]:
 
 
 def two_parallel_norms(block: Block) -> bool:
-    """Return whether attention and feed-forward run in parallel with separate norms (Falcon 40B)."""
+    """Return whether attention and feed-forward run in parallel and have separate norms (Falcon 40B)."""
     return block.parallel and block.feed_forward_norm is not None
 
 
 def other_norms(block: Block) -> bool:
-    """Return whether a block is not one of `two_parallel_norms`: its sub-layers share a norm, or are serial."""
+    """Return whether attention and feed-forward share a norm or run one after the other.
+
+    This is the opposite of `two_parallel_norms`.
+    """
     return not two_parallel_norms(block)
