@@ -26,7 +26,7 @@ from .passes import hooked
 from .probe import RUNNING, ProbeBatch
 from .sides import Sides
 
-_FLOOR = 1e-9  # relative difference below which nothing counts: fp64 sums in another order
+_FLOOR = 1e-9  # smaller relative differences are ignored: they come from fp64 sums in another order
 
 _Side = Literal["output", "input"]
 _Key = tuple[int, int]
@@ -64,7 +64,7 @@ class Part:
     label: str
     layer: int | None
     relative: float  # the largest difference in fp64, relative to the largest value
-    noise: float  # the rounding to fp32 at this tap, in the reference and the candidate together
+    noise: float  # the difference that rounding to fp32 causes here, in both models together
 
     @property
     def parts(self) -> bool:
@@ -83,8 +83,8 @@ class Cause:
     """A possible cause of a difference: a repair that was tried, and its effect on the logits."""
 
     repair: str  # the repair in words
-    restores: bool  # whether it restores parity
-    left: float  # the largest difference of the logits that remains after it
+    restores: bool  # whether the models agree after it, up to rounding
+    left: float  # the largest difference of the logits that remains after the repair
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class KeptStates:
 
 
 _See = Callable[[_Key, Tensor], None]
-"""Called with (the batch's identity, the tap's index) and the values of that tap, (N, features) in fp64."""
+"""Called with (the batch's identity, the index of the compared place) and the values there, (N, features) in fp64."""
 
 
 def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Part]:

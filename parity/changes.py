@@ -29,9 +29,9 @@ STATUSES: dict[Status, str] = {
 }
 _FEW_RUNS = 64  # the largest number of row runs that are listed; of more, only the number of rows is given
 _Reading = Literal["low", "high", "unclear"]
-""""low": two thin matrices make the change; "high": none do; "unclear": the change is too close to rounding."""
-_FEW_ROWS = 0.25  # the share of a matrix's rows up to which a change is one of rows, whatever its rank
-_HALF = 0.5  # the share of the change that directions above rounding must explain for its rank to be known
+""""low": the change is a product of two thin matrices; "high": it is not; "unclear": rounding hides its rank."""
+_FEW_ROWS = 0.25  # if at most this share of the rows changed, the rows describe the change, not its rank
+_HALF = 0.5  # if singular values above rounding explain less of the change than this, its rank is unclear
 _CONCENTRATED = 0.5  # a change has low rank if its factors have at most this share of the matrix's numbers
 
 
@@ -39,7 +39,7 @@ _CONCENTRATED = 0.5  # a change has low rank if its factors have at most this sh
 class TensorDiff:
     """The comparison of one tensor in checkpoints A and B. One of them may not have the tensor."""
 
-    name: str  # the shared name
+    name: str  # gptkit's name of the parameter
     component: str  # the label of its component in tables of parameters
     layer: int | None  # None outside of layers
     status: Status
@@ -47,7 +47,7 @@ class TensorDiff:
     shape_b: tuple[int, ...] | None  # None if B does not have it
     dtype_a: str | None
     dtype_b: str | None
-    figures: TensorFigures | None = None  # of the common rows of tables; None if the shapes differ otherwise
+    figures: TensorFigures | None = None  # None if shapes differ, except in the number of rows of a table
     quantised: tuple[Literal["a", "b"], ...] = ()  # the sides that are quantised in blocks, which hides the rank
 
     @property

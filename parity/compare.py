@@ -19,9 +19,9 @@ from .probe import Tokens
 from .rows import head_rows
 
 _WIDENED = 128  # positions that are widened to fp64 at once, because a vocabulary is large
-_CHUNK_BYTES = 8 * 2**20  # of a head's widened rows at once; about the size of their logits too
+_CHUNK_BYTES = 8 * 2**20  # the size of the head's rows that are converted at once; their logits are about as large
 _ROWS = 2048  # positions whose logits are computed at once
-_TRIMMED = 2**17  # logits of one model after which freed memory is returned to the system
+_TRIMMED = 2**17  # the number of logits after which freed memory is returned to the operating system
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ spaced positions.
 """
 _SAME = 1e-6  # relative difference of embeddings up to which they are the same
 _ALIKE = 0.25
-"""The relative difference up to which a tree with the same norms still has the same basis (a table that was rounded or
-refitted).
+"""The relative difference of embeddings up to which models with the same norms have the same basis (for example, if one
+embedding was rounded or refitted).
 """
 _FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5}
 """By dtype, the relative difference that rounding may cause in one component."""
@@ -77,7 +77,7 @@ class LayerDamage:
     stream: float | None  # the relative difference (RMS) of the residual streams; None if their widths differ
     kl: float  # mean KL in nats per token
     top1: float  # the share of positions with the same most likely token
-    by_bin: tuple[float, ...]  # the KL in each bin
+    by_bin: tuple[float, ...]  # the KL by range of positions
     perplexity_before: float | None = None  # None if the input is not text
     perplexity_after: float | None = None
 
@@ -105,7 +105,7 @@ class Damage:
     on: str  # the inputs, in words
     dtype: str
     total: DamageBin  # the comparison over all positions
-    bins: tuple[DamageBin, ...]
+    bins: tuple[DamageBin, ...]  # the comparison by range of positions
     layers: tuple[LayerDamage, ...]
     places: tuple[Place, ...]  # all components in the order of computation; empty if they cannot be compared
     notes: tuple[str, ...]  # the reasons for missing parts and reduced samples

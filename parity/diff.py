@@ -26,10 +26,10 @@ from .surroundings import TreeChange, changed_files, changed_tree, same_layers
 from .tensor_diff import CHUNK, TensorFigures, compare_tensors, same_bytes
 
 _BY_ROW = ("embedding.weight", "positions.weight", "head.weight", "head.bias")
-"""Tensors whose rows have names (token ids, positions), so that common rows are compared if their sizes differ."""
+"""Tensors whose rows belong to token ids or positions. If their sizes differ, the common rows are compared."""
 _SIDES: tuple[Literal["a", "b"], ...] = ("a", "b")
 _MAPPED_BYTES = 32 * 2**20
-"""Bytes read from mapped files after which their pages are released."""
+"""The number of bytes read from memory-mapped files after which their pages are released."""
 
 
 def diff(
@@ -90,8 +90,8 @@ class _DiffJob(NamedTuple):
     """
 
     leaves: tuple[list[BoundLeaf], list[BoundLeaf]]
-    memory: int  # the bytes of memory that reading them takes
-    nbytes: int  # the bytes that are read
+    memory: int  # the memory in bytes that reading them takes
+    nbytes: int  # the number of bytes that are read
 
 
 class _Comparison:

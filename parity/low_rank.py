@@ -46,8 +46,8 @@ class Rank:
     rank: int  # the number of singular values above rounding; `limit` if there are more
     of: int  # the largest possible rank
     limit: int  # the largest rank that can be counted
-    share: float | None  # the share of these values in the squared Frobenius norm; None with `more`
-    most: int | None  # the number of values with 99 % of the squared norm; None if above `limit`
+    share: float | None  # the share of these values in the squared Frobenius norm; None if `more`
+    most: int | None  # the least number of values with 99 % of the squared norm; None if above `limit`
     more: bool = False  # whether the rank is above `limit`
 
     @property

@@ -28,13 +28,15 @@ from ..modules.feed_forward import MixtureOfExpertsModule
 from ..modules.positions import RotaryTables, RotaryTurn, apply_rotary
 from ..modules.registry import computes
 
-Weights = Mapping[str, Tensor]  # every parameter of a tree by shared name
+Weights = Mapping[str, Tensor]  # all parameters of a model by gptkit's names
 Mutant = tuple[ModelSpec, dict[str, Tensor]]
 Apply = Callable[[ModelSpec, Weights], Mutant | None]
-"""Returns the changed tree and weights; None if the mistake cannot be made in this tree."""
+"""Makes a mistake. Returns the changed component tree and weights; None if this model cannot have it."""
 
 _IN_PORTS = (PAIRED_NEIGHBOURS, PAIRED_HALVES, "no RoPE")
-"""Slips that are only tried on ports. In a checkpoint, another mistake covers them, or every probe detects them."""
+"""Wrong values (`Component.slips`) that are only tried on a user's port. In a checkpoint, another mistake covers
+them, or every probe detects them.
+"""
 _BACK = ", the other way round"
 
 
@@ -248,7 +250,7 @@ def _other_kinds(back: bool) -> Apply:
     return apply
 
 
-_Fields = dict[type[Component], tuple[str, Any]]  # a field and a value by kind
+_Fields = dict[type[Component], tuple[str, Any]]  # by component class, a field and its wrong value
 
 
 def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:

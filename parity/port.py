@@ -46,7 +46,7 @@ class PortMatch:
     """One component of the reference, and the module of the user's port whose output is nearest to that component's."""
 
     place: Part  # the difference between the two outputs
-    module: str | None  # the name and side of the port's module; None if no output has this size
+    module: str | None  # its name, with " (input)" if its input is nearest; None if no output has this size
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class PortVerification:
     prompts: tuple[LogitDifference, ...]
     functions: float  # the largest difference of logits in fp64
     allowed: float  # twice the reference's rounding to fp32
-    rounding: tuple[float, float]  # (reference, port): the mean difference of its fp32 logits from its fp64 logits
+    rounding: tuple[float, float]  # (reference, port): the mean difference of fp32 and fp64 logits
     matches: tuple[PortMatch, ...]
     causes: tuple[PortMistake, ...] = ()  # mistakes that explain the difference
-    left_out: tuple[str, ...] = ()  # probes that the port did not get, because it takes no mask
+    left_out: tuple[str, ...] = ()  # inputs that the port did not get, because it takes no mask
     notes: tuple[str, ...] = ()
-    reference: str = "transformers"  # "gptkit's own modules" if transformers has no class for the tree
+    reference: str = "transformers"  # "gptkit's own modules" if transformers has no class for the model
     score: MistakeScore | None = None  # deliberate mistakes that these inputs detect; None if none were made
 
     @property

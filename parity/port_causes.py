@@ -21,12 +21,12 @@ from .score import run_tree
 PADDING = "padding ignored (attention_mask has no effect)"
 PLACE, BARE, SAME = "this place", "every probe without padding", "that the mask changes nothing in yours"
 """The part of the difference that a mistake explains, if it does not explain all of it."""
-_SHOWN = 3  # the number of reported mistakes that explain the place, but not the rest
+_SHOWN = 3  # the number of reported mistakes that explain only the first component that differs
 _REST = 1e-5  # the share of the difference that may remain after a mistake that explains it
 _NEAREST = 6
-"""The number of mistakes that are combined with every other mistake, in addition to those that explain the place. They
-are those with the smallest mean difference. One of two correct mistakes need not be the nearest, because the second one
-changes its effect.
+"""The number of mistakes that are combined with every other mistake, in addition to those that explain the first
+component that differs. They are those with the smallest mean difference. If two mistakes explain the port together, the
+logits with one of them need not be the nearest.
 """
 
 
@@ -47,13 +47,13 @@ class PortMistake:
 class Differing:
     """A port that differs from the reference, with the logits of both."""
 
-    spec: ModelSpec  # gptkit's tree of the reference
+    spec: ModelSpec  # the reference's component tree
     weights: Weights  # the reference's weights in fp64
     batches: Sequence[ProbeBatch]
     exact: Sequence[Tensor]  # the reference's logits in fp64, (N, V) per batch
     port: Sequence[Tensor]  # the port's logits in fp64, (N, V) per batch
     allowed: float  # the difference of logits that rounding explains
-    explained: Callable[[ModelSpec, Weights], bool]  # whether a changed tree gives the port's first wrong output
+    explained: Callable[[ModelSpec, Weights], bool]  # whether a changed model gives the port's first wrong output
     ignores: bool  # whether the port gives the same logits with and without a mask
 
     @property

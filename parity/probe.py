@@ -26,10 +26,10 @@ EMBEDDING, POSITIONS = TABLES = ("embedding.weight", "positions.weight")
 ENCODER = "encoder."  # the prefix of the names of an encoder's tensors
 AFFORDABLE = 1024
 """The longest window or context, in tokens, that is probed by default, because the cost of attention is quadratic."""
-LONG = 200  # the minimum length of the longest batch, if the tree supports it: distant positions, many keys
+LONG = 200  # the minimum length of the longest batch, if the model supports it: distant positions, many keys
 _REGIONS = 64
 KEPT = 256
-"""The positions per row whose logits are compared. All logits of a long sequence would need too much memory."""
+"""The number of positions per sequence whose logits are compared. All would need too much memory."""
 SMALL = 50_000_000
 """The largest model, in parameters, that gptkit runs in fp64 and once more per step, cause or mistake by default."""
 WINDOW = 1024  # tokens of text in one input
@@ -319,7 +319,7 @@ class Scope:
     before: ModelSpec
     after: ModelSpec
     tokens: Tokens | None = None
-    """The ids of the tokens of both vocabularies, in the old and in the new one; None if the vocabulary is the same."""
+    """The tokens of both vocabularies, as ids of the original and of the changed model; None if all are the same."""
     most: int | None = None  # the largest number of tokens of a sequence
 
     def probe(self) -> list[ProbeBatch]:

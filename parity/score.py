@@ -37,7 +37,7 @@ class MistakeScore:
     missed: tuple[str, ...]  # not detected, although other inputs show them
     allowed: float  # the difference of logits that rounding explains; a larger one counts as detected
     small_copy: bool = False  # whether they were made in a small copy with random weights
-    invisible: tuple[str, ...] = ()  # mistakes that no weights and no input show in this tree
+    invisible: tuple[str, ...] = ()  # mistakes that no weights and no input show in this model
 
     @property
     def tried(self) -> int:

@@ -352,7 +352,7 @@ class StreamedModel:
             module._parameters[name] = empty  # type: ignore[assignment]
 
 
-_Owner = tuple[nn.Module, str, str]  # a module, the name in it of a parameter, and that one's full name
+_Owner = tuple[nn.Module, str, str]  # a module, the name of a parameter in it, and its full name in the model
 
 
 def _owners(module: nn.Module, path: str) -> list[_Owner]:

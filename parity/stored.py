@@ -30,14 +30,14 @@ from .rows import final_norm, head_rows
 from .tensor_diff import same_bytes
 
 _Rows = Mapping[str, np.ndarray]
-"""By table, the numbers of the rows that differ or that only one side has."""
+"""By table (embedding, positions), the indices of the rows that differ or that only one checkpoint has."""
 
-_COLUMNS = 64  # the logits that are compared for a row of a table, without the layers
+_COLUMNS = 64  # the number of logits that are compared for a row of a table, without the layers
 _WIDTH = 256  # rows of the embedding that a batch reads
 _PIECE = 2048  # rows that are widened at once
 _TIMES = 4.0
-"""The allowed difference of two tables without the layers, as a multiple of the rounding to fp32; as
-`verify.IMPRECISE`.
+"""The allowed difference of two models without their layers, as a multiple of the rounding to fp32. It is the same
+number as `verify.IMPRECISE`.
 """
 
 
@@ -49,7 +49,7 @@ class BytesVerdict:
     against: str  # the reference, in words
     different: tuple[str, ...]  # the tensors that differ
     cast: tuple[str, ...] = ()  # tensors with equal values in another dtype (a GGUF stores norms in fp32)
-    required: bool = True  # whether the trees need the same bytes; if not, only the function counts
+    required: bool = True  # whether the models need the same bytes; if not, only the logits count
     alone: tuple[str, ...] = ()  # tensors that only one side has, or whose shapes differ
 
     @property

@@ -16,7 +16,7 @@ from ..converter.dtypes import to_float64
 from ..converter.vocabulary import Vocabulary
 from ..errors import InvalidInput
 
-MOST_BYTES = 64 * 2**20  # a tokenizer.json beyond it is compared as bytes alone
+MOST_BYTES = 64 * 2**20  # a larger tokenizer.json is compared by bytes, not by tokens
 _TOLD = 4  # the number of names in a line
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..analysis.parallel import Stage
 
 
-_Costed = tuple[str, ModelSpec, CostFigures]  # a name, a tree and its figures
+_Costed = tuple[str, ModelSpec, CostFigures]  # a model's name, its component tree and its costs
 _Words = Callable[[str, int], str]  # formats a figure, given its label
 _Column = tuple[str, Mapping[str, int], _Words]  # a name, figures by label, and their format
 _NOTHING = "–"  # stands for a figure that a model does not have

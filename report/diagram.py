@@ -17,7 +17,7 @@ _HEADS = 15  # the height of the picture of the heads in the box of the scores
 PHONE = 343  # the width of a page's text on a screen of 375 pixels
 ROOMS = (30, 24, 20, 18, *range(16, 8, -1))
 """Widths of a line of words in letters. The first one with which the diagram fits a phone is used."""
-_TRUNK_ROOM = 40  # the width of a line on the stream, where boxes can be as wide as the diagram
+_TRUNK_ROOM = 40  # the width of a line on the residual stream, where boxes can be as wide as the diagram
 _HEADS_MOST = 130  # the most width that the picture of the heads adds to its box
 _HEADS_ROOM = 3  # the least width of a head in that picture; if not all heads fit, it shows some groups
 _GROUPED_ROOM = 2  # the least width of a head if several share a key head

@@ -37,7 +37,7 @@ class Metrics:
     """
     frame: Callable[[int], int]
     """A function that returns the least width of the frame around this number of experts."""
-    stream: int  # the x of the trunk's line
+    stream: int  # the x of the line of the residual stream (the trunk)
     trunk: int  # the left edge of boxes on the trunk
     left: int  # the left edge of the lanes
     lane_gap: int
@@ -75,7 +75,7 @@ class Box(Area):
     node: Node
     lines: tuple[str, ...]  # the lines of text in it
     port: int  # the x at which lines enter at the top and leave at the bottom
-    trunk: bool  # whether the node is on the trunk
+    trunk: bool  # whether the node is on the residual stream
 
 
 @dataclass(frozen=True)

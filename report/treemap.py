@@ -21,8 +21,8 @@ from .pages import COLOURS, Figure, Key, Table, figure, safe
 from .quantities import abbreviated, counted, dimensions, percentage, unbroken_percentage
 
 _SMALLEST, TOGETHER = 1 / 60, 1 / 22
-"""The shares of the whole that the name of one layer and of several layers need on a phone. Equal layers with smaller
-shares have one area together.
+"""The shares of all parameters that the name of one layer and of several layers need on a phone. Equal layers with
+smaller shares have one area together.
 """
 _MOST_CELLS = 2500  # if there are more areas, equal neighbouring layers share one
 

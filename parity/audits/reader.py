@@ -13,7 +13,7 @@ READ = frozenset(
         *("duplicate-tensor", "two-names", "other-name", "missing-tensor", "extra-tensor", "shape", "dtype", "refused"),
     }
 )
-"""The rules that report what `load` refuses, as errors."""
+"""The rules whose errors are faults because of which `gptkit.load` refuses a checkpoint."""
 
 
 def check_reader(subject: Subject) -> Iterator[Finding]:

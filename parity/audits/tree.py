@@ -15,7 +15,7 @@ from ...errors import GptkitError
 from .names import counted, folded, matched
 from .subject import CONVERT_AGAIN, REWRITABLE, SAVE_AGAIN, Finding, Subject
 
-_FEW = 4  # a layer is incomplete if at least this many times as many layers have additional tensors
+_FEW = 4  # a layer is incomplete if this many times as many layers have its tensors and more
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
