@@ -1,4 +1,4 @@
-"""ModelSpec: a model as a tree of components, which are small frozen records. No torch.
+"""ModelSpec: a model as a tree of components, which are small frozen records. This package does not import torch.
 
 A component lists its parameters by *shared name* and shape. Shared names are gptkit's own, and the same for all
 families. `architectures/` defines the names and layouts in a family's checkpoints. A component has only fields that

@@ -1,4 +1,4 @@
-"""The activation functions and their properties, without the functions themselves. No torch."""
+"""The activation functions and their properties, without the functions themselves."""
 
 from math import expm1, log
 from typing import Literal, NamedTuple

@@ -1,4 +1,4 @@
-"""Multi-head self-attention with softmax. No torch."""
+"""Multi-head self-attention with softmax."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -160,8 +160,8 @@ class Attention(Mixer, Component, frozen=True):
     "float32": in at least fp32, with the scale inside the product. "float32, then scaled": in at least fp32, and
     multiplied by the scale afterwards (GPT-J, GPT-Neo)."""
     kept: Literal["window", "all"] = "window"
-    """Which tokens the cache of a layer with a window contains. "window": only those in sight. "all": all tokens. Those
-    out of sight then have weights of 0 (GPT-Neo)."""
+    """Which tokens the cache of a layer with a window contains. "window": only those that are inside the window of the
+    next token. "all": all tokens, and the attention weights of tokens outside the window are 0 (GPT-Neo)."""
     lie: Literal["as cached", "as projected"] = "as cached"
     """The memory layout of keys and values without a cache. "as cached": head by head, as in a cache. "as projected":
     token by token (MPT)."""
@@ -213,7 +213,7 @@ class Attention(Mixer, Component, frozen=True):
             )
 
     def _check_scores(self) -> None:
-        """Raise ConfigError if scores cannot be computed in this way with position biases or shared key heads."""
+        """Raise ConfigError if `scores` and `kv_expansion` do not support position biases or shared keys."""
         if isinstance(self.position, Biasing) and self.scores != "input":
             raise ConfigError(
                 "attention with position biases, such as ALiBi, must compute its scores in the dtype of the "
@@ -265,7 +265,7 @@ class Attention(Mixer, Component, frozen=True):
             )
 
     def _check_norm_order(self) -> None:
-        """Raise ConfigError if the norm of the output, or the order of norms, positions and clipping, is impossible."""
+        """Raise ConfigError if the fields for norms, for their order and for clipping cannot be combined."""
         if self.mixed_norm is not None and self.mixed_norm.size != self.heads * self.head_dim:
             raise ConfigError(
                 f"mixed_norm has size {self.mixed_norm.size}, but {self.heads} heads of dimension "

@@ -1,4 +1,4 @@
-"""The base classes of components: validated fields, parameters with their roles, child components. No torch."""
+"""The base classes of components: validated fields, parameters with their roles, child components."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One layer: its sub-layers, and how they read the residual stream and add to it. No torch."""
+"""One layer: its sub-layers, and how they read the residual stream and add to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of a decoder to the output of an encoder. No torch."""
+"""Attention of a decoder to the output of an encoder."""
 
 from typing import Any, ClassVar, Literal, Self
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: linear attention in which a token corrects what the state returns for its key. No torch."""
+"""Gated DeltaNet: linear attention in which a token corrects what the state returns for its key."""
 
 from typing import Any, Literal, Self
 

@@ -1,4 +1,4 @@
-"""Parts of bidirectional models such as BERT: token types, the transform before the head, the pooler. No torch."""
+"""Parts of bidirectional models such as BERT: token types, the transform before the head, the pooler."""
 
 from typing import ClassVar, Self
 

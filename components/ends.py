@@ -1,4 +1,4 @@
-"""The two ends of a model: embeddings and the head. No torch."""
+"""The two ends of a model: embeddings and the head."""
 
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -242,7 +242,7 @@ class Head(Component, frozen=True):
 
     @property
     def early(self) -> bool:
-        """Whether the hidden states are scaled before the product. Otherwise the logits are scaled after it."""
+        """Whether the multiplier scales the hidden states, before the head's matrix, instead of the logits."""
         return self.scaling.endswith(" states")
 
     def words(self) -> dict[str, Words]:

@@ -1,4 +1,4 @@
-"""Plain and gated feed-forwards. No torch."""
+"""Plain and gated feed-forwards."""
 
 from typing import Annotated, Any, ClassVar, Self, get_args
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention. No torch."""
+"""Multi-head latent attention."""
 
 from typing import Annotated, Any, ClassVar, Self
 

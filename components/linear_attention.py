@@ -1,4 +1,4 @@
-"""Linear attention: its weights are a polynomial of the scores, so a fixed-size state replaces the cache. No torch."""
+"""Linear attention: its weights are a polynomial of the scores, so a fixed-size state replaces the cache."""
 
 from typing import Any, ClassVar, Self
 

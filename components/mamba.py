@@ -1,4 +1,4 @@
-"""Mamba: a state space model per channel, whose step size, b and c depend on the token. No torch."""
+"""Mamba: a state space model per channel, whose step size, b and c depend on the token."""
 
 import math
 from typing import Any, ClassVar, Self

@@ -1,4 +1,4 @@
-"""Mamba-2: a state space model in which each head has one decay rate. No torch."""
+"""Mamba-2: a state space model in which each head has one decay rate."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 

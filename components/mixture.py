@@ -1,4 +1,4 @@
-"""Mixtures of experts: feed-forwards from which a router chooses some for every token. No torch."""
+"""Mixtures of experts: feed-forwards from which a router chooses some for every token."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self

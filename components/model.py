@@ -1,4 +1,4 @@
-"""A model as a tree of components, and functions for any tree: its nodes, parameters, differences. No torch."""
+"""A model as a tree of components, and functions for any tree: its nodes, parameters, differences."""
 
 from collections.abc import Iterator
 from functools import lru_cache

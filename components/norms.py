@@ -1,4 +1,4 @@
-"""The norms: LayerNorm and RMSNorm. No torch."""
+"""The norms: LayerNorm and RMSNorm."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self

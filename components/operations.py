@@ -3,10 +3,11 @@
 The set of operations is closed. An operation has the ids of its inputs, the shape of its result, its weights, and the
 fields of its component that it needs. Code that computes FLOPs, memory or drawings of a model is a *walk*: it visits
 operations, with one rule per kind of operation, and does not know the components. So every walk supports a new
-component that consists of known operations. For an operation without a rule, a walk raises `unknown`. No torch.
+component that consists of known operations. For an operation without a rule, a walk raises `unknown`.
 
 A size in a shape is a number or a letter. B is the number of sequences, and T the number of new tokens per sequence. S
-is the number of tokens in sight, including cached ones. U is the number of tokens that an encoder has read.
+is the number of tokens that a token may attend to, including cached ones. U is the number of tokens that an encoder has
+read.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _Joined = TypeVar("_Joined", "Linear", "ScaleOperation")
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """One step of a program: the base class of all kinds of operation."""
+    """One step in the computation of a component, such as a linear layer. The base class of all kinds of operation."""
 
     id: str
     """The name, unique in the program. An operation with weights has the name of its module in the block."""
@@ -157,7 +158,8 @@ class Linear(Operation, frozen=True, kw_only=True):
     choice: str | None = None
     """The id of the operation that chooses, for every token, which of the `copies` (experts) it uses."""
     window: int | None = None
-    """The number of cached tokens in sight, if the layer reads cached tokens."""
+    """The number of cached tokens that the layer reads, if it reads cached tokens, as in latent attention. None means
+    all of them."""
     by_channel: bool = False
     """Whether the input is stored channel by channel, so that it is copied if there are several sequences."""
 
@@ -263,17 +265,18 @@ class Cap(Operation, frozen=True, kw_only=True):
 
 
 class Softmax(Operation, frozen=True, kw_only=True):
-    """The softmax over the keys in sight of a query.
+    """The softmax over the keys that a query may attend to.
 
     If it has a weight, this is one more score per head, for a key without a value (an attention sink).
     """
 
     window: int | None = None
-    """The number of keys in sight, including the query's own. None means all."""
+    """The number of keys that a query may attend to, including the key of its own token. None means all."""
     chunked: bool = False
-    """Whether only the keys of the query's own chunk of `window` tokens are in sight."""
+    """Whether a query may attend only to the keys of its own chunk of `window` tokens."""
     causal: bool = True
-    """Whether only the query's own key and earlier ones are in sight. Otherwise a window extends to both sides."""
+    """Whether a query may attend only to the key of its own token and to earlier keys. Otherwise a window extends to
+    both sides of the query."""
     wide: bool = True
     """Whether the softmax is computed in at least fp32. Otherwise it is computed in the dtype of the scores."""
     sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
@@ -460,13 +463,12 @@ class Combine(Operation, frozen=True, kw_only=True):
 class AltUp(Operation, frozen=True, kw_only=True):
     """A step of a model with several residual streams, (streams, B, T, hidden).
 
-    - split: the inputs become the streams, scaled to the length (the norm) of the first
-    - pick: the stream `index` of `count`
-    - predict: to every stream, all streams are added, times one coefficient of the token per pair of streams
-    - correct: to every stream, the error of the stream `index` is added, times one coefficient per stream; the error is
-      the second input minus that stream
-    - spread: the second input is added to all streams except the first
-    - join: the mean of the inputs, scaled to the length (the norm) of the first
+    - split: stack the inputs to streams, after scaling them to the length (the norm as a vector) of the first one
+    - pick: return one of `count` streams, number `index`
+    - predict: return x_i + Σ_j c_ij · x_j for the streams x, with coefficients c that differ by token
+    - correct: return x_i + c_i · (y − x_index) for the streams x, where y is the second input
+    - spread: add the second input to all streams except the first
+    - join: return the mean of the inputs, after scaling them to the length of the first one
     """
 
     step: Literal["split", "pick", "predict", "correct", "spread", "join"]

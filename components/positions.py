@@ -1,4 +1,4 @@
-"""Position encodings: learned and sinusoidal embeddings, RoPE and its scalings, and position biases. No torch."""
+"""Position encodings: learned and sinusoidal embeddings, RoPE and its scalings, and position biases."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -95,8 +95,8 @@ class SinusoidalPositions(Component, frozen=True):
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """A number that is added to every position."""
     ends: Literal["one", "both"] = "one"
-    """Which pair of sine and cosine has a wavelength of 2π · 10,000 tokens. "both": the slowest pair (XGLM,
-    tensor2tensor). "one": a pair that would follow the slowest one (the paper, CTRL)."""
+    """The longest wavelength of a pair of sine and cosine. "both": 2π · 10,000 tokens (XGLM, tensor2tensor). "one":
+    2π · 10,000^((size − 2) / size) tokens (the paper, CTRL). The shortest wavelength is always 2π tokens."""
     made: Literal["float32", "float64"] = "float32"
     """The dtype in which the angles are computed. It changes only the rounding."""
 

@@ -1,4 +1,4 @@
-"""The real-gated linear recurrent unit (RG-LRU) of Griffin, with its convolution and output gate. No torch."""
+"""The real-gated linear recurrent unit (RG-LRU) of Griffin, with its convolution and output gate."""
 
 from typing import Any, Self
 

@@ -1,4 +1,4 @@
-"""RWKV's time mixing and channel mixing, which read a token and the previous token. No torch."""
+"""RWKV's time mixing and channel mixing, which read a token and the previous token."""
 
 import math
 from collections.abc import Iterator, Sequence

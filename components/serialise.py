@@ -1,4 +1,4 @@
-"""A tree as plain JSON values and back. No torch.
+"""A tree as plain JSON values and back.
 
 Fields with their default values are not written. So equal trees have equal JSON, files are short, and an old gptkit can
 read files that do not use newer fields. A block is written as its parts, such as "attention_norm" and "attention", in

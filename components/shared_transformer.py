@@ -1,4 +1,4 @@
-"""A transformer block whose weights several layers share, with separate adapters. No torch."""
+"""A transformer block whose weights several layers share, with separate adapters."""
 
 from typing import Any, ClassVar, Literal, Self
 

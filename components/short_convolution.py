@@ -1,4 +1,4 @@
-"""Short causal convolutions. No torch."""
+"""Short causal convolutions."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self

@@ -1,4 +1,4 @@
-"""Several residual streams per token, and low-rank residual connections. No torch."""
+"""Several residual streams per token, and low-rank residual connections."""
 
 from __future__ import annotations
 

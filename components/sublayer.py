@@ -1,4 +1,4 @@
-"""A sub-layer: a mixer with its norms and multipliers. No torch."""
+"""A sub-layer: a mixer with its norms and multipliers."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal

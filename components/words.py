@@ -1,4 +1,4 @@
-"""How a component is described in a table, in a sentence, and as data. No torch."""
+"""How a component is described in a table, in a sentence, and as data."""
 
 from __future__ import annotations
 

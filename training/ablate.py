@@ -400,7 +400,7 @@ class _Runs:
         return result
 
     def model(self, arm: Arm) -> Path | str:
-        """Return the path or reference of the model from which the runs of a variant start.
+        """Return the path (or the name on the hub) of the model from which the runs of a variant start.
 
         If the runs train from random weights, this is a file with the variant's architecture. If they heal, it is a
         checkpoint: the base after the variant's swaps. The file or checkpoint is written if it does not exist yet.

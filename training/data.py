@@ -210,7 +210,7 @@ def require_tokenizer(tokens: TokenFile, model: str | Path, own: Tokenizer | Non
 
     Args:
         tokens: the tokens.
-        model: the reference of the model.
+        model: the model as the user named it, for opening it and for the message.
         own: the tokenizer of the model, if it is already loaded.
         opening: options for opening the model, as in `open_checkpoint`.
     """

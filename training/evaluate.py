@@ -91,7 +91,7 @@ class Curve(Record):
     width: int
     """Tokens per window."""
     bins: tuple[Bin, ...]
-    """The ranges of positions."""
+    """The results for the ranges of positions, in ascending order."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Score(Record):
     JSON = "reference tokens windows bytes nats perplexity=finite_perplexity bits_per_byte top_k curve"
 
     reference: str
-    """The reference of the model."""
+    """The model as the user named it, such as a path or a repository on the hub."""
     tokens: int
     """The number of predicted tokens."""
     windows: int
@@ -524,7 +524,7 @@ def evaluate(
     """Measure perplexity, bits per byte and top-k accuracy of a model on texts, also by position.
 
     Args:
-        model: a reference; see `converter.resolve`.
+        model: a checkpoint: a folder, a file, a sample, a preset, or a repository on the hub.
         data: text files in UTF-8, or folders that `tokenize` wrote. A file is one document, but every line of a .jsonl
             file is a document.
         against: another model, which reads the same texts in the same windows.

@@ -44,7 +44,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     """A model for lm-evaluation-harness.
 
     Args:
-        pretrained: a reference; see `converter.resolve`.
+        pretrained: a checkpoint: a folder, a file, a sample, a preset, or a repository on the hub.
         dtype: the dtype of the computation.
         attention: "sdpa" or "eager".
         device: where to compute.

@@ -72,13 +72,13 @@ _PACE = 3e10
 
 @dataclass(frozen=True)
 class Healed(Record, Shown):
-    """The result of a healing."""
+    """The result of healing a changed model, that is, of training it to predict like its teacher."""
 
     JSON = "folder=name teacher tokens steps seeds trained local original start healed control floor recovered kept"
 
     folder: Path
     teacher: str
-    """The reference of the teacher."""
+    """The teacher as the user named it, such as a path or a repository on the hub."""
     tokens: int
     """Training tokens per run."""
     steps: int
@@ -138,8 +138,8 @@ def heal(
         data: text files, or one folder that `tokenize` wrote with the teacher's tokenizer.
         out: the folder to make. The checkpoints and measurements of the runs are in the folder `out`.healing.
         options: how to train; see `HealOptions`.
-        on_start: called before training with the field `trained` of the options, and with the figures of the teacher
-            and of the changed model on the held-out text.
+        on_start: called before training with the field `trained` of the options, and with the losses of the teacher and
+            of the changed model on the held-out text.
         tell: called after every step, with the name of the run and the step.
         progress: progress of tokenising, as in `tokenize`.
         fields: fields of `HealOptions`, which take precedence over `options`.
@@ -192,14 +192,14 @@ class _Models:
     """The changed model and its teacher, with the tokenizer that both use."""
 
     changed: str
-    """The reference of the changed model."""
+    """The path or the name on the hub of the changed model."""
     reference: str
-    """The reference of the teacher."""
+    """The path or the name on the hub of the teacher."""
     model: Decoder
     teacher: Decoder
     tokenizer: Tokenizer | None
     tokenizer_source: str
-    """The reference of the one of both models from which the tokenizer was read."""
+    """The path or the name on the hub of the model from which the tokenizer was read."""
 
     @classmethod
     def load(cls, changed: str | Path, teacher: str | Path, options: HealOptions, group: Group) -> _Models:
@@ -257,7 +257,11 @@ class _Models:
         return form
 
     def require_layers(self, options: HealOptions) -> None:
-        """Raise UsageError if the option `local` or `hidden` is used but the models' layers do not correspond."""
+        """Raise UsageError if the option `local` or `hidden` is used but layers of the models cannot be compared.
+
+        They can be compared if both models have the same number of layers and the same hidden size, and a layer
+        differs.
+        """
         if options.local and not self.layers:
             raise UsageError(
                 "--local trains each changed layer to imitate the same layer of the teacher. It needs equal numbers of "
@@ -463,7 +467,7 @@ def _recipe(
 
 
 def _tokenizer_of(*models: tuple[Decoder, str | Path]) -> tuple[Tokenizer | None, str]:
-    """Return the tokenizer for both models, and the reference of the model from which it was read.
+    """Return the tokenizer for both models, and the path or name of the model from which it was read.
 
     A model without a tokenizer uses that of the other model. Raise UsageError if both have tokenizers, and these encode
     the same text differently.

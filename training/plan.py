@@ -86,7 +86,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep: bool = False  # whether to keep the checkpoints of finished runs
 
     def windows(self, length: int) -> int:
-        """Return the number of windows of `length` tokens per step, which suits the smallest budget."""
+        """Return the number of windows of `length` tokens per step, such that the smallest budget has enough steps."""
         steps = {"train": STEPS, "heal": FURTHER}[self.how]
         return windows_of(self.batch, length, min(_as_tuple(self.tokens), default=None), 1, steps)
 

@@ -1,4 +1,6 @@
-"""Choose the learning rate of a healing: guess a rate, and lower it if the first steps make the model worse.
+"""Choose the learning rate with which a model is healed (trained to predict like its teacher).
+
+gptkit guesses a rate, and lowers it if the first steps make the model worse.
 
 The first guess depends on the *gap*, the KL divergence of the changed model from its teacher. A high rate suits a
 changed model that is far from its teacher, and damages one that is close. How much damage it does depends on the model,
@@ -43,7 +45,7 @@ MARGIN = 0.1
 TRIES = 5  # the largest number of trials
 _LEAST = 5  # the fewest steps of a trial
 FILE = "tried.json"
-"""The name of the file that records the trials, in the folder of the healing's runs."""
+"""The name of the file that records the trials, in the folder with the training runs of `heal`."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,10 @@ def next_run(first: float, start: float, trials: Sequence[Trial]) -> tuple[float
     A run on trial is evaluated after its first steps, and abandoned if its loss is then too high. The rules are:
 
     1. The first run has the rate `first`, and is on trial.
-    2. If the last trial is not better by `MARGIN` than the one before it, which had a higher rate, the next run has
-       that higher rate, and is not on trial.
-    3. If the last trial's loss is below `start`, the loss before training, or after `TRIES` trials, the next run
-       has the rate of the last trial, and is not on trial.
+    2. If the trial before the last one, which had a higher rate, had a finite loss, and the last one is not better by
+       `MARGIN`, the next run has that higher rate, and is not on trial.
+    3. If the last trial's loss is below `start`, the loss before training, or after `TRIES` trials, the next run has
+       the rate of the last trial, and is not on trial.
     4. Otherwise the next run has a lower rate, and is on trial.
 
     Args:
@@ -107,15 +109,15 @@ def next_run(first: float, start: float, trials: Sequence[Trial]) -> tuple[float
 
 
 class TrialNotes:
-    """The file that records the trials of a healing, so that `--resume` does not repeat them.
+    """The file that records the trials of a call of `heal`, so that `--resume` does not repeat them.
 
     Args:
-        folder: the folder of the healing.
-        call: the JSON values that identify the healing.
+        folder: the folder with the training runs of the call.
+        call: the JSON values that identify the call: hashes of the inputs, and settings.
         group: the processes that train.
 
     Raises:
-        UsageError: the file belongs to a healing with other values.
+        UsageError: the file belongs to a call with other values.
     """
 
     def __init__(self, folder: Path, call: Mapping[str, Any], group: Group) -> None:

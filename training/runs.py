@@ -1,4 +1,4 @@
-"""Make the training runs of a healing, with several seeds: those of the changed model, the control and the floor.
+"""Make the training runs of `heal` with several seeds: of the changed model, of the control and of the floor.
 
 The module `heal` explains these three kinds of runs, and `rates` the trials that choose the learning rate.
 """
@@ -53,7 +53,7 @@ class Outcome(Record):
     JSON = "runs seconds kl loss kl_spread loss_spread rate tried"
 
     runs: tuple[HeldOutFigures, ...]
-    """The figures of the trained model of every seed."""
+    """The measurements of the trained model, for every seed."""
     seconds: float
     """The training time of all seeds in seconds, without runs that were abandoned for a lower learning rate."""
     rate: float
@@ -84,13 +84,13 @@ class Outcome(Record):
 
 
 def stores_in(folder: Path, group: Group) -> list[Store]:
-    """Return the unfinished runs in the folder of a healing."""
+    """Return the unfinished runs in the folder with the training runs of a call of `heal`."""
     return [Store(path.parent, group) for path in sorted(folder.glob(f"*/{RUN}"))]
 
 
 @dataclass
 class Runs:
-    """An object that makes the training runs of one healing, with the models and settings that all runs share."""
+    """An object that makes the training runs of one call of `heal`, with the models and settings that they share."""
 
     original: Decoder  # the teacher
     windows: Windows  # the windows of the held-out text

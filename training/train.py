@@ -69,7 +69,7 @@ class Prepared(Record):
     JSON = "model parameters from_scratch to tokens held_out flops peak peak_by settings first"
 
     model: str
-    """The reference of the model."""
+    """The model as the user named it, such as a path or a preset."""
     parameters: int
     """The number of parameters."""
     from_scratch: bool
