@@ -223,7 +223,7 @@ class MixingActivations(msgspec.Struct, frozen=True):
 
 
 def mixings(program: Iterable[ops.AnyOperation]) -> list[MixingActivations]:
-    """Return the attentions among the operations of a program."""
+    """Return one record for every attention that a program computes, with the operations that belong to it."""
     by_id = {operation.id: operation for operation in program}
     mixings = []
     for mix in (operation for operation in by_id.values() if isinstance(operation, ops.Mix)):
@@ -522,7 +522,7 @@ class SavedForBackward:
         return None
 
     def _cache(self, operation: ops.CacheOperation, result: _View) -> _View:
-        """Return keys or values in the layout of a KV cache, (B, H, T, d), which is used without a cache too."""
+        """Return keys or values in the layout (B, H, T, d), which gptkit's modules use with and without a KV cache."""
         before, repeats = self._input(operation), operation.repeats
         if operation.as_given:
             return before
@@ -559,7 +559,7 @@ class SavedForBackward:
         """Count queries, keys or values as attention saves them.
 
         Args:
-            operation: the operation of the attention, whose component the bytes count for.
+            operation: the operation of the attention. The bytes count for its component.
             view: queries, keys or values before attention.
             heads: the number of heads that attention reads.
             itemsize: the size in bytes of one number that attention reads.

@@ -37,7 +37,7 @@ ORDER = (
     *("attention", "head dim", "scale", "q/k norm", "bias", "block", "head", "layers", "hidden size", "vocabulary"),
     *("context", "window"),
 )
-"""The aspects of every tree, in order. A plugin's component may add others."""
+"""The names of the aspects that every model has, in the order of tables. A plugin's component may add others."""
 
 _DETAILS = ("rope pairs", "norm eps", "final norm", "scale")
 

@@ -68,7 +68,10 @@ class Work(msgspec.Struct, frozen=True):
         return self.numbers_after(context) * (max(size, FLOAT) if self.wide else size)
 
     def of_many(self, tokens: int) -> int:
-        """Return the multiplications for `tokens` tokens that are read at once, without those in `per_pair`."""
+        """Return the multiplications for `tokens` tokens that are read at once.
+
+        The multiplications between pairs of tokens (`per_pair`) are not included.
+        """
         if self.chunk:
             chunks = -(-tokens // self.chunk)
             return chunks * self.per_chunk - self.spared + (chunks + 1) ** 2 * self.between

@@ -27,7 +27,7 @@ LAYER = re.compile(r"(?P<stack>(?:[^.]+\.)*?[^.]+)\.(?P<index>[0-9]+)\.(?P<insid
 
 @dataclass(frozen=True)
 class Named(Record):
-    """A model of an unknown family, by the names and shapes of its tensors."""
+    """A model of an unknown family. gptkit only knows the names and shapes of its tensors."""
 
     JSON = (
         "by_names=source model_type total=count.total active=unknown embedding_positions_head=unknown"

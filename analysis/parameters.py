@@ -87,8 +87,8 @@ class ParameterCount(TensorCount, Shown):
 def count(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> ParameterCount:
     """Count the parameters of a model, by component and layer.
 
-    If `size` is given, sum its result over all tensors instead, such as the size of a tensor in bytes. It may differ
-    between equal layers.
+    If `size` is given, the result has sums of `size(parameter)` instead of numbers of parameters, for example bytes.
+    `size` may return other values for equal layers.
     """
     kinds = {block: kind for kind, block in enumerate(dict.fromkeys(spec.blocks))}
     layers = range(len(spec.blocks)) if size is not None else [kinds[block] for block in spec.blocks]

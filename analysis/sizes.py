@@ -4,7 +4,7 @@ from ..components import ModelSpec
 from ..errors import UsageError
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
-"""The bytes of a number by torch's dtype names, which config.json uses."""
+"""torch's names of dtypes, which config.json uses -> the size of one number in bytes."""
 
 _SHORT = {
     "f64": "float64",

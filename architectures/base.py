@@ -210,8 +210,8 @@ CARRIED = {
     "tasks": "belong to heads for other tasks",
     "scales": "scale quantised weights",
 }
-"""Groups of carried tensors: no layer reads these tensors, and conversions copy them. A text completes "tensors that
-…"."""
+"""Groups of carried tensors: no layer reads these tensors, and conversions copy them. Every value completes the phrase
+"tensors that …"."""
 _SCALES = re.compile(r"\.(weight_scale(_inv)?|input_scale|[kv]_scale)$")
 """Matches the ends of the names of scales, which transformers' fp8 quantizers add to a checkpoint. The quantised
 weights keep their names and shapes."""
@@ -248,7 +248,7 @@ class Architecture:
     hf_class: str
     """The transformers class that gptkit writes to the config field `architectures`."""
     hf_config: str
-    """transformers' config class."""
+    """The name of transformers' config class, such as "LlamaConfig"."""
     kinds: Kinds
     """The kinds of components that models of this family may have. The embedding, the blocks and the head are not
     listed, since every model has them."""
@@ -588,17 +588,24 @@ class Architecture:
         return bound
 
     def bind_files(self, spec: ModelSpec, names: Iterable[str]) -> list[BoundLeaf]:
-        """Return the same list as `bind` for files with tensors of these names.
+        """Return which tensors the given files have, and which parameters every tensor contains.
 
-        The files may have the names that checkpoints have, or those of transformers' modules (see `bind_modules`).
+        The names of the tensors may be those of checkpoints, as in `bind`, or those of transformers' modules, as in
+        `bind_modules`.
+
+        Args:
+            spec: the model.
+            names: the names of the tensors in the files.
         """
         spellings = {spelling for name in names for spelling in self.spellings(name)} if self.stacked else set()
         return self.bind(spec) if spellings.isdisjoint(self.parameters(spec)) else self.bind_modules(spec)
 
     def bind_modules(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """Return the same list as `bind` for files that store parameters as transformers' modules do (see `stacked`).
+        """Return which tensors a file has that stores parameters as transformers' modules do, and what every tensor
+        contains.
 
-        transformers reads such files too.
+        `bind` is the same for the usual form of checkpoints. The field `stacked` describes the difference. transformers
+        reads files in both forms.
         """
         leaves = {leaf.checkpoint: leaf for leaf in self.bind(spec)}
         of_modules = self._of_modules(spec, leaves)
@@ -606,7 +613,7 @@ class Architecture:
         return [leaf for name, leaf in leaves.items() if name not in parts] + list(of_modules.values())
 
     def bind_all(self, spec: ModelSpec) -> dict[str, BoundLeaf]:
-        """Return a `BoundLeaf` by tensor name, for all names in checkpoints and all names in transformers' modules."""
+        """Return a `BoundLeaf` for every tensor name, both names in checkpoints and names in transformers' modules."""
         leaves = {leaf.checkpoint: leaf for leaf in self.bind(spec)}
         return {**leaves, **self._of_modules(spec, leaves)}
 

@@ -76,7 +76,11 @@ def _inner_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _family_of(text: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
-    """Return the family of a language model, and those defaults of its config class that the family does not have."""
+    """Return the family of a language model, and defaults for fields that its config does not state.
+
+    A language model inside a composite model may have a config class of its own. The defaults are those in which this
+    class differs from the family's class.
+    """
     for family in ARCHITECTURES.values():
         if text.get("model_type") in family.texts:
             return family, dict(family.texts[text["model_type"]])

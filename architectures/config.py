@@ -348,7 +348,7 @@ class ConfigReader:
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, Any]) -> Any:
-        """Return the value that `choices` maps the string in a field to."""
+        """Read a string from a field, and return the value that `choices` has for it."""
         value = self.string(name, default)
         if value not in choices:
             raise self.fail(name, value, "one of " + ", ".join(choices))

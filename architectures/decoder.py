@@ -88,7 +88,7 @@ class DecoderFamily:
     embedding_norm: bool = False
     """Whether there is a norm after the embedding."""
     layers: Lens | None = None
-    """Reads and writes config fields that are different in different layers and describe attention."""
+    """Reads and writes the config fields of attention whose values differ by layer."""
     recurrent: Lens | None = None
     """Reads and writes the mixers of layers that have a recurrence or convolution in place of attention."""
     mixtures: Mixtures | None = None
@@ -208,7 +208,7 @@ class DecoderFamily:
 
         Args:
             values: the values of all roles.
-            norm: the norm that all places in the blocks have.
+            norm: the norm that is used in all places of a block.
             attentions: the attention of every layer, or the mixer that replaces it.
             feed_forwards: the feed-forward of every layer.
         """
@@ -515,7 +515,7 @@ def _of_part(values: Mapping[str, Any], part: str) -> dict[str, Any]:
 
 
 Decoder = DecoderFamily
-"""The former name of `DecoderFamily`. Drafts that earlier versions wrote import it."""
+"""The former name of `DecoderFamily`. Family definitions that older versions of gptkit drafted import it."""
 
 _ROLES = {
     **{role: f"attention.{role}" for role in ("heads", "kv_heads", "head_dim")},

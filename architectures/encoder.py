@@ -45,7 +45,8 @@ OF_BERT: dict[str, str | None] = {
     ),
     "architectures": None,
 }
-"""`Architecture.irrelevant` of families like BERT. They read the field `architectures`, which other families ignore."""
+"""Config fields that families like BERT ignore -> the reason, for `Architecture.irrelevant`. None as the reason: these
+families read `architectures`, which other families ignore."""
 
 DECODING: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_decoder": ((False, None), "gptkit supports this family only as an encoder, and a decoder has causal attention"),
@@ -61,7 +62,7 @@ DECODING: dict[str, tuple[tuple[Any, ...], str]] = {
 """Config fields that families like BERT refuse, with harmless values and reasons, in addition to `COMMON_REFUSED`."""
 
 ALWAYS_TIED = {"tied": True}
-"""A part of `DecoderFamily.fixed` for families whose head is always tied."""
+"""Values of roles for families whose head is always tied. They are a part of `DecoderFamily.fixed`."""
 
 TIED = {
     "tie_word_embeddings": ((True, None), "an untied head has two biases in this family, only one of which is used")
@@ -78,7 +79,7 @@ BOTH_WAYS: dict[str, Any] = {
     "final_norm": False,
     "head.bias": True,
 }
-"""A part of `DecoderFamily.fixed` for encoders, whose attention is bidirectional."""
+"""Values of roles for encoders, whose attention is bidirectional. They are a part of `DecoderFamily.fixed`."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ OF_BOTH: dict[str, Any] = {
     "is_encoder_decoder": ((True, None), "gptkit supports only the encoder and decoder together for this family"),
     "is_decoder": ((False, None), "gptkit supports only the encoder and decoder together for this family"),
 }
-"""A part of `Architecture.refused` for encoder-decoders."""
+"""Config fields that encoder-decoders refuse, with harmless values and the reason. They are a part of
+`Architecture.refused`."""
 
 GENERATION = dict.fromkeys(("decoder_start_token_id", "forced_eos_token_id", "task_specific_params"), "generation")
-"""A part of `Architecture.irrelevant` for encoder-decoders."""
+"""Config fields that encoder-decoders ignore -> the reason. They are a part of `Architecture.irrelevant`."""
 
 
 @dataclass(frozen=True)

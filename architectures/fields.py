@@ -327,7 +327,8 @@ LAYER_NORM_EPS = {"rms_norm_eps": "layer_norm_eps"}
 BIASED = dict.fromkeys(
     ("attention.qkv_bias", "attention.output_bias", "feed_forward.up_bias", "feed_forward.down_bias"), True
 )
-"""A part of `DecoderFamily.fixed` for families in which all linears of the layers have biases."""
+"""Values of roles for families in which all linears of the layers have biases. They are a part of
+`DecoderFamily.fixed`."""
 
 
 PRE = ("attention_norm", "feed_forward_norm")  # `DecoderFamily.norms` of blocks with a norm before every sub-layer
@@ -358,7 +359,7 @@ SIGMOID_ROUTER: dict[str, Any] = {
     "mixture.in_order": False,
     "mixture.wide_choice": True,
 }
-"""A part of `DecoderFamily.fixed` for routers as in DeepSeek-V3."""
+"""Values of roles for routers as in DeepSeek-V3. They are a part of `DecoderFamily.fixed`."""
 
 # --- the norms of a block: `DecoderFamily.norms` ---
 

@@ -25,8 +25,8 @@ FieldOfFile = Callable[[GgufFacts], Any]  # computes a field of config.json that
 _KeyOfConfig = Callable[[Mapping[str, Any]], Value | None]  # computes the value of a key from a config.json
 
 ALWAYS_FP32 = (".bias", "position_embd.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_norm.weight")
-"""The ends of names of matrices that llama.cpp's converter writes as fp32. It also writes all tensors of one dimension
-so."""
+"""The ends of the names of matrices that llama.cpp's converter writes as fp32. It writes all tensors of one dimension
+as fp32, too."""
 
 _ROPE_BUFFERS = (
     "blk.{layer}.attn_rot_embd.weight",
@@ -267,9 +267,9 @@ class GgufArchitecture:
         return {f"{self.name}.{key}": value for key, value in values.items() if value is not None}
 
     def _write_windows(self, config: Mapping[str, Any], every: int | None) -> dict[str, Value | None]:
-        """Return the metadata keys for the width of the windows and for the layers with a window.
+        """Return the metadata for attention windows: their width, and for every layer whether it has a window.
 
-        The latter is None if llama.cpp assumes the right layers by default.
+        The value for the layers is None if llama.cpp assumes these layers by default.
 
         Args:
             config: the config.json of the model.

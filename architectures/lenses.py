@@ -432,7 +432,7 @@ def _all(_config: ConfigReader, values: Values) -> Sequence[bool]:
 
 
 ALL_LAYERS = Lens(_all)
-"""A lens for families without config fields for this: every layer is a mixture of experts."""
+"""The `Lens` of families in which every layer is a mixture of experts. They have no config field for this."""
 
 
 def after(name: str, default: int) -> Lens:
@@ -486,7 +486,7 @@ def by_type(default: int, name: str = "") -> Lens:
 
 
 def by_step(usual: Sequence[int] = ()) -> Lens:
-    """Return a `Lens` that reads and writes as Qwen2-MoE which layers are mixtures of experts.
+    """Return a `Lens` for the config fields by which Qwen2-MoE states which layers are mixtures of experts.
 
     Every N-th layer is one, where N is the field `decoder_sparse_step`, except layers in the list `mlp_only_layers`.
     `usual` is this list if the field is absent.

@@ -27,10 +27,8 @@ _LONGEST = 200
 def whose(names: Sequence[str]) -> tuple[str, str] | None:
     """Return which program or families use most of these tensor names, and a prefix that the file adds to the names.
 
-    Returns:
-        A name such as "gpt2", or "llama, mistral" if several families use the names; and the prefix, which may be
-            empty.
-        None if no program or family uses most of the names.
+    The first value is a name such as "gpt2", or "llama, mistral" if several families use the names. The prefix may be
+    empty. The result is None if no program or family uses most of the names.
     """
     some = [name[:_LONGEST] for name in names[:_MOST]]
     best: tuple[int, str, list[str]] = (len(some) // 2, "", [])

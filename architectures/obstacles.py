@@ -104,7 +104,8 @@ class Expression:
     spec: ModelSpec
     """The model."""
     tree: ModelSpec | None
-    """The same model as the target expresses it. None if the target cannot express it."""
+    """The ModelSpec that the target can write and that computes the same function. None if there is no such
+    ModelSpec."""
     obstacles: tuple[Obstacle, ...] = ()
     """All differences from the most similar model of the target. If there is no similar model, these are the components
     whose kinds the target does not have."""

@@ -101,7 +101,7 @@ def mamba2_sizes(config: ConfigReader, values: Mapping[str, Any], *, inner: int 
 def read_mamba2(config: ConfigReader, values: Mapping[str, Any]) -> Mamba2:
     """Return a Mamba-2 mixer from the config fields that begin with `mamba_`.
 
-    The groups of its norm are those of b and c.
+    Its norm has as many groups as b and c have.
     """
     sizes, bias = mamba2_sizes(config, values), config.boolean("mamba_proj_bias", False)
     norm = RMSNorm(size=sizes["heads"] * sizes["head_dim"], eps=values["eps"], groups=sizes["groups"])
@@ -314,8 +314,8 @@ ALONE: Fields = {
     "residual_in_fp32": Field("wide", True),
     "tie_word_embeddings": Field("tied", True),
 }
-"""The config fields of families whose layers have one mixer and no feed-forward. The fields of the mixer are
-missing."""
+"""The config fields of families whose layers have one mixer and no feed-forward. The fields of the mixer itself are not
+included."""
 
 
 def alone(config: ConfigReader, values: Mapping[str, Any], mixer: Mamba | Mamba2) -> ModelSpec:
@@ -339,7 +339,10 @@ def alone(config: ConfigReader, values: Mapping[str, Any], mixer: Mamba | Mamba2
 
 
 def write_alone(spec: ModelSpec) -> Config:
-    """Return the config fields of a model whose layers have only a mixer. The fields of the mixer are missing."""
+    """Return the config fields of a model whose layers have only a mixer.
+
+    The fields of the mixer itself are not included.
+    """
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,

@@ -189,7 +189,7 @@ def _outside_parameters(config: ConfigReader, which: str, kind: RotaryKind) -> d
 def _rotary(
     rope: ConfigReader, dim: int, base: float, context_length: int | None, kind: RotaryKind, tables: int | None = None
 ) -> Rotary:
-    """Return the RoPE component for RoPE parameters.
+    """Return the RoPE component that RoPE parameters of a config describe.
 
     Args:
         rope: the reader of the parameters.

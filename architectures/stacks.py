@@ -73,7 +73,7 @@ class _Fields(dict[str, Any]):
         return ConfigError(f"{self._file}: {name}={shown(self.get(name))} is not supported")
 
     def matches(self, asked: _Contents) -> bool:
-        """Return whether all fields in `asked` have the values in it. If so, these fields count as read."""
+        """Return whether the config file has the values in `asked`. If so, these fields count as read."""
         fits = all(self.get(name) == value for name, value in asked.items())
         self._read.update(asked if fits else ())
         return fits
