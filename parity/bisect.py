@@ -60,9 +60,9 @@ class Tap:
 class Part:
     """The difference between two models at one of the compared places (see `Tap`), in fp64."""
 
-    name: str
-    label: str
-    layer: int | None
+    name: str  # the component with its layer, in words
+    label: str  # the component in words
+    layer: int | None  # the layer's index; None outside of layers
     relative: float  # the largest difference in fp64, relative to the largest value
     noise: float  # the difference that rounding to fp32 causes here, in both models together
 
@@ -91,8 +91,8 @@ class Cause:
 class Divergence:
     """Where two models differ: the comparison of all components, and the likely causes."""
 
-    places: tuple[Part, ...]
-    causes: tuple[Cause, ...] = ()
+    places: tuple[Part, ...]  # all compared places in the order of computation
+    causes: tuple[Cause, ...] = ()  # the likely causes, the likeliest first
 
     @property
     def first(self) -> Part | None:

@@ -42,11 +42,11 @@ class TensorDiff:
     name: str  # gptkit's name of the parameter
     component: str  # the label of its component in tables of parameters
     layer: int | None  # None outside of layers
-    status: Status
+    status: Status  # "same", "changed", "only_a" and so on
     shape_a: tuple[int, ...] | None  # None if A does not have the tensor
     shape_b: tuple[int, ...] | None  # None if B does not have it
-    dtype_a: str | None
-    dtype_b: str | None
+    dtype_a: str | None  # the dtype in which A stores it
+    dtype_b: str | None  # the dtype in which B stores it
     figures: TensorFigures | None = None  # None if shapes differ, except in the number of rows of a table
     quantised: tuple[Literal["a", "b"], ...] = ()  # the sides that are quantised in blocks, which hides the rank
 
@@ -122,8 +122,8 @@ class TensorDiff:
 class ChangeGroup:
     """Tensors that are reported together: the weights of one module, its biases, or all tensors of one layer."""
 
-    name: str
-    layer: int | None
+    name: str  # the module, or "layer"
+    layer: int | None  # the layer's index; None for a group over all layers or outside of layers
     tensors: tuple[TensorDiff, ...]
 
     @property
@@ -189,25 +189,15 @@ class _LowRankChange:
 
 @dataclass(frozen=True)
 class Diff(Shown):
-    """The differences between the checkpoints A and B.
+    """The differences between the checkpoints A and B."""
 
-    Attributes:
-        a: the first checkpoint.
-        b: the second checkpoint.
-        tensors: the comparison of every tensor, in the order of computation.
-        tree: the differences of the component trees.
-        files: the differences of config.json and of the tokenizer's files.
-        notes: what the user needs to know to interpret the figures.
-        counts: the number of tensors by status.
-    """
-
-    a: TensorFiles
-    b: TensorFiles
-    tensors: tuple[TensorDiff, ...]
-    tree: tuple[TreeChange, ...]
-    files: tuple[FileChange, ...]
-    notes: tuple[str, ...] = ()
-    counts: Mapping[Status, int] = field(default_factory=dict)
+    a: TensorFiles  #: the first checkpoint
+    b: TensorFiles  #: the second checkpoint
+    tensors: tuple[TensorDiff, ...]  #: the comparison of every tensor, in the order of computation
+    tree: tuple[TreeChange, ...]  #: the differences of the component trees
+    files: tuple[FileChange, ...]  #: the differences of config.json and of the tokenizer's files
+    notes: tuple[str, ...] = ()  #: what the user needs to know to interpret the figures
+    counts: Mapping[Status, int] = field(default_factory=dict)  #: the number of tensors by status
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{number:,} {STATUSES[status]}" for status, number in self.counts.items() if number)

@@ -54,7 +54,7 @@ class DamageBin:
 
     first: int
     last: int
-    positions: int
+    positions: int  # the number of compared tokens at these positions, over all sequences
     kl: float  # mean KL(before ‖ after) in nats per token
     top1: float  # the share of positions with the same most likely token
     before: float | None = None  # the original's perplexity; None if the input is not text
@@ -103,10 +103,10 @@ class Damage:
     """The full comparison of a changed model with its original."""
 
     on: str  # the inputs, in words
-    dtype: str
+    dtype: str  # the dtype in which both models computed
     total: DamageBin  # the comparison over all positions
     bins: tuple[DamageBin, ...]  # the comparison by range of positions
-    layers: tuple[LayerDamage, ...]
+    layers: tuple[LayerDamage, ...]  # one item per pair of corresponding layers
     places: tuple[Place, ...]  # all components in the order of computation; empty if they cannot be compared
     notes: tuple[str, ...]  # the reasons for missing parts and reduced samples
 

@@ -89,7 +89,7 @@ class _DiffJob(NamedTuple):
     For example, a fused QKV tensor of A is read with the q, k and v tensors of B.
     """
 
-    leaves: tuple[list[BoundLeaf], list[BoundLeaf]]
+    leaves: tuple[list[BoundLeaf], list[BoundLeaf]]  # the checkpoint tensors of A and of B
     memory: int  # the memory in bytes that reading them takes
     nbytes: int  # the number of bytes that are read
 

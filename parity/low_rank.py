@@ -58,15 +58,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class Floor:
-    """How much rounding alone may contribute to the difference of two matrices A and B.
+    """How much rounding alone may contribute to the difference of two matrices A and B."""
 
-    Attributes:
-        rows: the sum of a² + b² over every row.
-        columns: the sum of a² + b² over every column.
-    """
-
-    rows: Array
-    columns: Array
+    rows: Array  # the sum of a² + b² over every row
+    columns: Array  # the sum of a² + b² over every column
 
     def of(self, dtype: str) -> float:
         """Return the largest singular value of B - A that rounding A and B to `dtype` may cause."""

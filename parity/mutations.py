@@ -46,7 +46,7 @@ class Mutation:
 
     name: str  # the mistake in words
     repair: str  # the repair in words, for a diagnosis
-    apply: Apply
+    apply: Apply  # makes the mistake
     undo: Apply | None = None  # None if `apply` undoes itself, or if only the reference has the lost values
     in_code: bool = False  # whether no checkpoint can contain it, so that there is nothing to repair in one
 

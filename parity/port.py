@@ -53,13 +53,13 @@ class PortMatch:
 class PortVerification:
     """The result of comparing a user's port with transformers. `verdict` has the same values as in `verify`."""
 
-    model: str
-    against: str
-    prompts: tuple[LogitDifference, ...]
+    model: str  # the checkpoint
+    against: str  # the port, as package.module:callable
+    prompts: tuple[LogitDifference, ...]  # the differences of the logits for every input
     functions: float  # the largest difference of logits in fp64
     allowed: float  # twice the reference's rounding to fp32
     rounding: tuple[float, float]  # (reference, port): the mean difference of fp32 and fp64 logits
-    matches: tuple[PortMatch, ...]
+    matches: tuple[PortMatch, ...]  # for each component of the reference, the nearest module of the port
     causes: tuple[PortMistake, ...] = ()  # mistakes that explain the difference
     left_out: tuple[str, ...] = ()  # inputs that the port did not get, because it takes no mask
     notes: tuple[str, ...] = ()
@@ -276,19 +276,12 @@ def verify_port(
 
 @dataclass(frozen=True)
 class _Place:
-    """The comparison of a port with the reference by component, on one batch.
+    """The comparison of a port with the reference by component, on one batch."""
 
-    Attributes:
-        watched: the compared places in gptkit's model.
-        matches: the nearest module of the port for each component.
-        batch: the input.
-        outputs: the outputs of the port's modules by name, (N, features).
-    """
-
-    watched: Sequence[Tap]
-    matches: tuple[PortMatch, ...]
-    batch: ProbeBatch
-    outputs: Mapping[str, Tensor]
+    watched: Sequence[Tap]  # the compared places in gptkit's model
+    matches: tuple[PortMatch, ...]  # the nearest module of the port for each component
+    batch: ProbeBatch  # the input
+    outputs: Mapping[str, Tensor]  # the outputs of the port's modules by name, (N, features)
 
     def explained(self, tree: ModelSpec, weights: Weights) -> bool:
         """Return whether a mistake explains the first difference.

@@ -43,7 +43,7 @@ Tokens = tuple[Sequence[int], Sequence[int]]  # the same tokens' ids in two voca
 class ProbeBatch:
     """One batch of test inputs."""
 
-    name: str
+    name: str  # what is special about the input, or the text of a prompt
     input_ids: Tensor  # the token ids, (B, T)
     attention_mask: Tensor | None = None  # (B, T), if there is padding
     rows: Tensor | None = None  # the indices of the compared positions; None for all
@@ -71,8 +71,8 @@ class _Limit:
     context of scaled RoPE.
     """
 
-    tokens: int
-    name: str
+    tokens: int  # the number of tokens
+    name: str  # the kind of limit in words
 
     @property
     def beyond(self) -> int:
@@ -316,8 +316,8 @@ def _alike_up_to(a: Any, b: Any) -> int | None:
 class Scope:
     """Two models to compare, the original and a changed one, and the tokens on which they can be compared."""
 
-    before: ModelSpec
-    after: ModelSpec
+    before: ModelSpec  # the original's component tree
+    after: ModelSpec  # the changed model's component tree
     tokens: Tokens | None = None
     """The tokens of both vocabularies, as ids of the original and of the changed model; None if all are the same."""
     most: int | None = None  # the largest number of tokens of a sequence

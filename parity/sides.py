@@ -505,14 +505,10 @@ class Sides:
     """The two models of a verification.
 
     They run in memory, or one layer at a time if `folder` is None.
-
-    Attributes:
-        source: the checkpoint that transformers loads (the reference).
-        target: the checkpoint that gptkit loads (the candidate). It may be the same one.
     """
 
-    source: Checkpoint
-    target: Checkpoint
+    source: Checkpoint  # the checkpoint that transformers loads (the reference)
+    target: Checkpoint  # the checkpoint that gptkit loads (the candidate); it may be the same one
     folder: Path | None  # the folder that transformers loads
 
     def reference(

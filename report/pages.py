@@ -55,7 +55,7 @@ class Table:
     columns: tuple[tuple[str, bool], ...]  # the heading, and whether the column contains numbers
     rows: tuple[tuple[str, ...], ...]
     lit: frozenset[int] = frozenset()  # the indices of the rows in bold
-    folded: bool = False
+    folded: bool = False  # whether the page shows only the caption until the reader opens the table
     bold: str = ""  # the meaning of bold rows, in words
 
 
@@ -77,8 +77,8 @@ class Figure:
     spec: dict[str, Any]  # plotly's data and layout as JSON values
     height: int
     width: int  # the least width in pixels; the figure scrolls on narrower screens
-    keys: tuple[Key, ...]
-    table: Table
+    keys: tuple[Key, ...]  # the legend
+    table: Table  # the same figures as a table
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole page."""
+    """The content of an HTML page."""
 
     title: str
     subtitle: str
     verdict: str = ""  # a line that stands out
     good: bool | None = None  # whether the verdict is good or bad; None if it is neither
-    facts: tuple[tuple[str, str], ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()  # (name, value) pairs
     sections: tuple[Section, ...] = ()
     footer: str = f"Made by gptkit {__version__}. This page asks no server for anything."
 

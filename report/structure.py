@@ -46,13 +46,13 @@ class Node(Record):
 
     JSON = "id op shape parameters weights=shapes copies title detail formula"
     id: str  # the module's name within its layer, or a name for an operation without weights; unique in a path
-    op: str
+    op: str  # the kind of operation, such as "linear"
     inputs: tuple[str, ...]  # ids of nodes, in the order of the operation's arguments
     shape: Sizes  # of the output
     operation: AnyOperation
-    title: str
-    detail: str = ""
-    formula: str = ""
+    title: str  # its name in the drawing
+    detail: str = ""  # the text below the title
+    formula: str = ""  # the formula in the hover text
     weights: tuple[tuple[str, Shape], ...] = ()  # the module's own
     copies: int = 1  # the number of equal modules: the experts, of which a token uses some
     residual: str | None = None  # of a sum: the id of the input that skipped a branch
@@ -96,10 +96,10 @@ class Structure:
     """
 
     spec: ModelSpec
-    before: tuple[Node, ...]
-    kinds: tuple[Kind, ...]
-    after: tuple[Node, ...]
-    encoder: Structure | None = None
+    before: tuple[Node, ...]  # the operations before the layers
+    kinds: tuple[Kind, ...]  # one item for all equal layers
+    after: tuple[Node, ...]  # the operations after the layers
+    encoder: Structure | None = None  # the graph of the encoder, if the model has one
 
     def kind_of(self, layer: int) -> Kind:
         """Return the kind of a layer. Raise IndexError if there is no such layer."""

@@ -45,11 +45,11 @@ class Finding(Record):
 class Audit(Shown):
     """The result of an audit: the findings about one checkpoint, and what was examined."""
 
-    reference: str
-    revision: str | None
-    tensors: int  # the number of tensors
-    nbytes: int
-    looked: tuple[str, ...]  # the parts and programs that the checkpoint was compared with, in words
+    reference: str  #: the checkpoint as the user named it
+    revision: str | None  #: its commit, if it came from the hub
+    tensors: int  #: the number of tensors
+    nbytes: int  #: the size of all tensors in bytes
+    looked: tuple[str, ...]  #: what was read for the audit, in words
     findings: tuple[Finding, ...]
     values: bool = False  #: whether the weights were read, which finds NaN, infinities and zeros
     names: Mapping[str, str] = field(default_factory=dict)  #: the tensors that need another name, and that name
@@ -96,16 +96,14 @@ class Subject:
     The properties are computed when a rule first needs them.
     """
 
-    files: FileScan
-    source: FileScan | None
+    files: FileScan  # the files of the audited checkpoint
+    source: FileScan | None  # the files of the model that it was made from
     loader: str | None  # the program that is to load the checkpoint
     values: bool  # whether the values are to be read
     opening: Mapping[str, bool]  # options for `open_checkpoint`
-    progress: Callable[[int, int], None]
-    names: dict[str, str] = field(default_factory=dict)  # name in the files -> the expected name
-
+    progress: Callable[[int, int], None]  # called with the bytes read since the last call, and the total
+    names: dict[str, str] = field(default_factory=dict)  # misnamed tensors: name in the files -> the expected name
     in_source: list[str] = field(default_factory=list)  # missing tensors that the source has with the required shape
-
     findings: list[Finding] = field(default_factory=list)  # the findings of the previous rules
 
     @cached_property
