@@ -175,7 +175,7 @@ class MixingActivations(msgspec.Struct, frozen=True):
 
         "fused" is a kernel of torch that stores no scores. "unfused" is torch's fallback, which stores them in fp32 or
         wider. "eager" is gptkit's own code. With `kernel` "sdpa", it is also used for soft-capped scores, attention
-        sinks, an ALiBi bias that is added to the scaled scores, and scores marked as `written`.
+        sinks, an ALiBi bias that is added to the scaled scores, and families without fused attention in transformers.
         """
         outside = self.alibi is not None and not self.alibi.alibi.fused
         if kernel == "eager" or self.cap is not None or self.softmax.weights or outside or self.scores.written:
@@ -261,7 +261,7 @@ class _View(msgspec.Struct, eq=False):
     size: int  # in bytes
     heads: int = 1
     heads_first: bool = False  # whether it is stored head by head (B, H, T, d), and not token by token (B, T, H, d)
-    whole: int = 0  # of a convolution's result: bytes with the padding for a text shorter than the kernel
+    whole: int = 0  # bytes of a convolution's result with padding, for a text shorter than the kernel
 
 
 class SavedForBackward:
@@ -278,7 +278,7 @@ class SavedForBackward:
         self.program, self.run = program, run
         self.mixings = {mixing.mix.id: mixing for mixing in mixings(program)}
         self.views: dict[str, _View] = {}
-        self.storages: list[_SavedStorage] = []  # with at least one saved view
+        self.storages: list[_SavedStorage] = []  # those with a view that autograd saves
         self.products: dict[str, _SavedStorage] = {}
         self.pair_inputs: dict[str, _View] = {}
         self.looked_up: list[list[str]] = []
@@ -368,12 +368,12 @@ class SavedForBackward:
     def _blend(self, operation: ops.Blend, _: _View) -> None:
         self._save(self.pair_inputs[operation.inputs[0]])
         self._save(self._input(operation))
-        self.by_row[operation.row] += int(operation.shape[-1]) * self.run.size  # 1 less its weight
+        self.by_row[operation.row] += int(operation.shape[-1]) * self.run.size  # the tensor 1 - weight
 
     def _sparse(self, operation: ops.Sparse, result: _View) -> None:
         self._save(self._input(operation))
         self._save(result)
-        self.by_row[operation.row] += result.size // int(operation.shape[-1])  # the deviation of every row
+        self.by_row[operation.row] += result.size // int(operation.shape[-1])  # the standard deviation of a row
 
     def _temper(self, operation: ops.Temper, _: _View) -> None:
         size = self.run.size if operation.temperature.counts == "positions" else FLOAT
@@ -446,7 +446,7 @@ class SavedForBackward:
         if operation.hard:
             self._save(self._input(operation))
         elif operation.row != "scores":
-            self._save(result)  # the hyperbolic tangent's
+            self._save(result)  # the result of tanh
 
     def _scan(self, operation: ops.Scan, result: _View) -> None:
         self._inputs(operation, result)

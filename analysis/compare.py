@@ -26,7 +26,7 @@ class ComparedModel:
     """One of the models of a comparison."""
 
     name: str  # as the user gave it
-    family: str  # the model family, such as "llama", or "" if the model is of none
+    family: str  # the model family, such as "llama", or "" if it is unknown
     spec: ModelSpec
     costs: Costs
     weights: int  # bytes

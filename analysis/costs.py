@@ -30,7 +30,7 @@ from .activations import FLOAT
 from .parameters import count
 from .sizes import check_number, check_sizes, full_dtype, itemsize
 
-CONTEXT = 2048  # the number of tokens for a tree that states no context
+CONTEXT = 2048  # the number of tokens for a model whose config states no context
 
 
 # --- an operation's share --------------------------------------------------------------------------------------------

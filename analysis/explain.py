@@ -39,9 +39,9 @@ _MEANINGS = {
 }
 _MULTIPLES = "hkfiaruwp"  # widths that are written as a multiple of d, if it is at most `_MOST`
 _MOST = 8
-_MOST_RANGES = 3  # the most ranges of layers that a formula lists
+_MOST_RANGES = 3  # the largest number of ranges of layers in the meaning of a letter such as L1
 
-_Letter = tuple[str, int]  # the letter for the kind of a size, and the size
+_Letter = tuple[str, int]  # a letter, such as d for the hidden size, and its value
 _Sum = Counter[tuple[_Letter, ...]]  # products of letters, with their coefficients
 
 

@@ -10,7 +10,7 @@ from .costs import Costs, costs
 from .design import Baseline, Design, build
 from .papers import PAPERS
 
-_NOTHING = 0.02  # a relative difference up to this is too small to choose by
+_NOTHING = 0.02  # a relative difference up to this is too small to decide a choice
 _MORE = 0.05  # the same, for models whose sizes differ a little
 _SEQUENCES = 16  # the batch for the bytes that a decoding step reads
 _ITEMSIZE = 2  # bf16

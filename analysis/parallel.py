@@ -34,8 +34,8 @@ class Stage(Record):
 
     JSON = "layers weights=weight weights_by_component=weights cache activations total"
 
-    layers: tuple[int, int]  # the first and the last
-    weights: Mapping[str, int]  # by component
+    layers: tuple[int, int]  # the indices of the first and the last layer
+    weights: Mapping[str, int]  # bytes by component
     cache: int
     activations: int  # the peak during a prefill of all sequences, without buffers for communication
 

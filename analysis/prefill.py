@@ -299,7 +299,7 @@ def _in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:
 
 
 def _lifetimes(program: Sequence[ops.AnyOperation]) -> dict[str, int]:
-    """Return how long the result of every operation exists: its id -> the index of the last operation until then.
+    """Map the id of every operation to the index of the last operation during which its result exists.
 
     This is the last operation that reads the result, or a later one if a Python variable of the module still refers to
     it. The first result of a fused product exists as long as any other result of that product.

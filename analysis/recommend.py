@@ -32,7 +32,7 @@ from .design import (
 from .findings import Remark, findings
 from .papers import PAPERS, Paper
 
-_LEAST, _MOST = 10**5, 10**12  # parameters
+_LEAST, _MOST = 10**5, 10**12  # the smallest and the largest number of parameters
 _CONTEXT, _LONG_CONTEXT = 4_096, 131_072  # the default number of tokens, and that for the goal "context"
 _WINDOW = 4_096  # of Mistral (2310.06825)
 _MOST_CONTEXT, _MOST_VOCABULARY = 2**27, 2**24

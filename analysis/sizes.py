@@ -21,7 +21,7 @@ _SHORT = {
 }
 """Other names of dtypes in lower case, including those of safetensors."""
 
-MOST = 2**31 - 1  # the most tokens or sequences, and the largest size in a tree
+MOST = 2**31 - 1  # the largest number of tokens or sequences, and the largest size in a model
 
 
 def full_dtype(dtype: str) -> str:

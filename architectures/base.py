@@ -601,11 +601,10 @@ class Architecture:
         return self.bind(spec) if spellings.isdisjoint(self.parameters(spec)) else self.bind_modules(spec)
 
     def bind_modules(self, spec: ModelSpec) -> list[BoundLeaf]:
-        """Return which tensors a file has that stores parameters as transformers' modules do, and what every tensor
-        contains.
+        """Return which tensors are in files that store parameters as transformers' modules do (see `stacked`).
 
-        `bind` is the same for the usual form of checkpoints. The field `stacked` describes the difference. transformers
-        reads files in both forms.
+        The result also says which parameters every tensor contains. `bind` returns the same for the usual form of
+        checkpoints. transformers reads files in both forms.
         """
         leaves = {leaf.checkpoint: leaf for leaf in self.bind(spec)}
         of_modules = self._of_modules(spec, leaves)

@@ -186,7 +186,7 @@ class GgufArchitecture:
         return config
 
     def _check_constants(self, facts: GgufFacts, config: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a key in `always` has another value in the file than the config.json requires."""
+        """Raise ConfigError if a metadata key in `always` has another value than gptkit would write for the config."""
         for key, value in self.always.items():
             wanted, stated = value(config) if callable(value) else value, facts.raw(key)
             if isinstance(wanted, list) and type(stated) in (bool, int):  # one value for all layers

@@ -222,7 +222,7 @@ def _rotary(
     if kind.part:
         rotated = _rotated_part(rope, part, dim, kind)
         dim = rotated + rotated % 2
-    # By default, other families rotate whole heads whatever this field says. With a scaling, a part is not supported.
+    # Without a scaling, other families rotate whole heads, whatever this field says. With one, gptkit refuses a part.
     elif kind.entire or rope_type != "default":
         rotated = int(rotated * part) if _is_number(part) and 0 < part < 2 else 0
         if rotated + rotated % 2 != dim and rotated != tables:
