@@ -90,7 +90,7 @@ class Attention(Mixer, Component, frozen=True):
     head_dim: Size
     """The number of elements of a query, key or value."""
     scale: Scale
-    """The factor of q·k."""
+    """The factor by which q·k is multiplied, usually 1/√head_dim."""
     causal: bool = True
     """Whether a token attends only to itself and to earlier tokens. Otherwise it attends to all tokens (BERT), and
     there is no KV cache."""
@@ -125,7 +125,7 @@ class Attention(Mixer, Component, frozen=True):
     gate_bias: bool = False
     """Whether the projection of the gate has a bias."""
     temperature: Temperature | None = None
-    """The factor of the queries that depends on their position. It is applied last."""
+    """A factor that depends on the position of a query, and by which the query is multiplied at the end."""
     v_norm: Norm | None = None
     """The norm of the values of every head (Gemma 4)."""
     kv_from: Literal["input", "keys", "earlier"] = "input"
@@ -134,7 +134,7 @@ class Attention(Mixer, Component, frozen=True):
     of the nearest earlier layer that computes its own. That layer must have the same window, and the same number and
     width of key-value heads (Gemma 3n)."""
     key_multiplier: Positive = 1.0
-    """The factor of keys before they are rotated (Falcon-H1)."""
+    """The factor by which keys are multiplied before they are rotated (Falcon-H1)."""
 
     # --- how it is rounded: see `rounds` ---
 

@@ -37,7 +37,7 @@ Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 Turns = Annotated[float, Meta(ge=1e-30, le=1e30)]
 Scale = Annotated[float, Meta(gt=0, le=3.4028234663852886e38)]
-"""A factor of attention scores. They are multiplied in fp32, so the factor must be finite in fp32."""
+"""A factor by which attention scores are multiplied. It is applied in fp32, so it must be finite in fp32."""
 Shape = tuple[int, ...]
 Sizes = tuple[int | str, ...]
 """A shape in which the letters B, T, S and U may stand for sizes; see `components.operations`."""
@@ -337,7 +337,7 @@ def _kind(node: Component) -> Words:
 
 
 def _field(name: str, value: Any) -> tuple[str, Any]:
-    """Return the default description of a field: in words, and as plain JSON values."""
+    """Describe a field with its value in words, such as "head dim 64", and return the value as JSON."""
     data = msgspec.to_builtins(value.mapped(lambda node, _: node.alike()) if isinstance(value, Component) else value)
     words = name.replace("_", " ")
     if isinstance(value, Component):

@@ -64,7 +64,7 @@ class Block(Component, frozen=True):
     """What a sub-layer's output is added to: the stream, or the output of the sub-layer's norm (BLOOM's
     apply_residual_connection_post_layernorm)."""
     scale: BlockScale | None = None
-    """A factor of the stream after all sub-layers."""
+    """The component that multiplies the stream by a number after all sub-layers (Gemma 4)."""
     altup: AlternatingUpdates | None = None
     """The predictions and corrections of several residual streams. If set, the sub-layers compute only one of these
     streams."""

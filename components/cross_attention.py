@@ -35,7 +35,7 @@ class CrossAttention(Mixer, Component, frozen=True):
     head_dim: Size
     """The number of elements of a query, key or value."""
     scale: Scale
-    """The factor of q·k."""
+    """The factor by which q·k is multiplied, usually 1/√head_dim."""
     qkv_bias: bool = False
     """Whether the projections of queries, keys and values have a bias."""
     output_bias: bool = False

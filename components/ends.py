@@ -39,7 +39,7 @@ class Embedding(Component, frozen=True):
     norm: Norm | None = None
     """The norm of the embeddings before the first block (BLOOM)."""
     multiplier: Positive = 1.0
-    """The factor of the embeddings (√hidden in Gemma)."""
+    """The factor by which embeddings are multiplied (√hidden in Gemma)."""
     width: Size | None = None
     """The width of the table's rows, if a matrix projects them to the residual stream (OPT 350m). None means that they
     are as wide as the stream."""
@@ -113,9 +113,9 @@ class LayerEmbedding(Component, frozen=True):
     norm: Norm
     """The norm of the projected embedding. It is as wide as one layer's input."""
     projected: Positive
-    """The factor of the projected embedding."""
+    """The factor by which the projected embedding is multiplied."""
     summed: Positive
-    """The factor of the sum of row and projected embedding."""
+    """The factor by which the sum of the row and the projected embedding is multiplied."""
     scaling: Literal["exact", "rounded"] = "exact"
     """With "rounded", both factors are first rounded to the dtype of the rows."""
 
@@ -215,7 +215,7 @@ class Head(Component, frozen=True):
     cap: Positive | None = None
     """With c, every logit x becomes c · tanh(x / c) at the end (Gemma 2)."""
     multiplier: Positive = 1.0
-    """The factor of the logits; see `scaling`."""
+    """The factor by which logits are multiplied; see `scaling`."""
     width: Size | None = None
     """The width to which a matrix first projects the hidden states (OPT 350m). None means that there is no such
     matrix."""

@@ -174,7 +174,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     """With s, about the fraction s of a token's hidden units is 0: gate(x) becomes max(gate(x) − threshold, 0). The
     threshold is mean + Φ⁻¹(s) · standard deviation of the token's gate(x) (Gemma 3n)."""
     gate_multiplier: Positive = 1.0
-    """The factor of gate(x), before `limit` (Falcon-H1)."""
+    """The factor by which gate(x) is multiplied, before `limit` (Falcon-H1)."""
     arithmetic: Arithmetic = "linear"
     """How the projections multiply and add their bias."""
     fused: bool = False

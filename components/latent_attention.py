@@ -64,7 +64,7 @@ class LatentAttention(Mixer, Component, frozen=True):
     value_dim: Size
     """The number of elements of a value, per head."""
     scale: Scale
-    """The factor of the scores."""
+    """The factor by which scores are multiplied."""
     rope_heads: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """The number of rotary keys. It is above 0 with RoPE, and 0 without."""
     position: Position | None = None

@@ -50,7 +50,7 @@ class LinearAttention(Mixer, Component, frozen=True):
     head_dim: Size
     """The number of elements of a query, key or value."""
     scale: Scale
-    """The factor of q·k."""
+    """The factor by which q·k is multiplied, usually 1/√head_dim."""
     position: Position | None = None
     """The rotary positions of queries and keys, if there are any."""
     q_norm: Norm | None = None

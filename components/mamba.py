@@ -15,8 +15,8 @@ from .words import Words
 
 __all__ = ["Mamba"]
 
-_CHOSEN = ("dt", "b", "c")  # what depends on the token, in the order of the rows of the fused projection
-_STEP = math.log(math.expm1(0.01))  # its softplus, 0.01, is the mean step size at the start of training
+_CHOSEN = ("dt", "b", "c")  # the vectors that differ by token, in the order of the rows of the fused projection
+_STEP = math.log(math.expm1(0.01))  # the initial bias of dt_proj, so that the step size is softplus(_STEP) = 0.01
 
 
 class Mamba(Mixer, Component, frozen=True):

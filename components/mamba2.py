@@ -74,7 +74,8 @@ class Mamba2(Mixer, Component, frozen=True):
     most: Positive | None = None
     """The upper limit of Δ."""
     multipliers: tuple[Positive, Positive, Positive, Positive, Positive] = (1.0, 1.0, 1.0, 1.0, 1.0)
-    """The factors of the projections gate, x, b, c and dt, applied in the model's dtype (Falcon-H1)."""
+    """The factors by which the outputs of the projections gate, x, b, c and dt are multiplied, in the model's dtype
+    (Falcon-H1)."""
     chunk: Size = 256
     """The number of tokens that are processed at once. It changes only the rounding."""
 

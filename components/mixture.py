@@ -92,7 +92,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """The function from logits to p: a softmax over all experts, or a sigmoid for each (DeepSeek-V3 2412.19437)."""
     multiplier: Positive = 1.0
-    """The factor of p, after `normalise`."""
+    """The factor by which p is multiplied, after `normalise`."""
     choice_bias: bool = False
     """Whether a learnt number per expert is added to p for the choice of experts, but not for their weights
     (2408.15664)."""
@@ -121,7 +121,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     router_norm: Norm | None = None
     """The norm of the router's input."""
     router_multiplier: Positive = 1.0
-    """The factor of the router's input, after its norm."""
+    """The factor by which the router's input is multiplied, after its norm."""
     expert_norm: Norm | None = None
     """The norm of the experts' input."""
     expert_scale: bool = False

@@ -128,7 +128,7 @@ class NormOperation(Operation, frozen=True, kw_only=True):
     statistics: int = 1
     """The number of statistics per row that autograd saves for the backward pass."""
     gain: Literal["weight", "1 + weight", "none"] = "weight"
-    """The factor of the normalised rows, as in `components.norms`."""
+    """What the normalised rows are multiplied by, as in `components.norms`."""
     centred: bool = False
     """Whether separate torch operations compute a LayerNorm: the rows minus their means are then a tensor in memory,
     and the gain is applied in at least fp32."""

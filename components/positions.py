@@ -132,9 +132,9 @@ class DynamicScaling(Component, frozen=True):
 
 
 class YarnScaling(Component, frozen=True):
-    """YaRN (Peng et al. 2309.00071): positions of slow pairs are interpolated, and fast pairs are unchanged.
+    """YaRN (Peng et al. 2309.00071): pairs of elements that rotate slowly are interpolated. Fast pairs are unchanged.
 
-    There is a ramp between slow and fast pairs. cos and sin are multiplied by `attention_factor`.
+    Pairs between slow and fast ones are interpolated in part. cos and sin are multiplied by `attention_factor`.
     """
 
     forgotten: ClassVar[dict[str, str]] = {
@@ -148,20 +148,20 @@ class YarnScaling(Component, frozen=True):
     original_context: Size
     """The context length before the scaling, in tokens."""
     attention_factor: Positive
-    """The factor of cos and sin."""
+    """The factor by which cos and sin are multiplied."""
     beta_fast: Turns = 32.0
     """Pairs that turn more often than this within the original context are unchanged."""
     beta_slow: Turns = 1.0
     """Pairs that turn less often than this within the original context are fully interpolated."""
     truncate: bool = True
-    """Whether the ends of the ramp are rounded to whole pairs."""
+    """Whether the limits between slow, intermediate and fast pairs are rounded to whole pairs."""
 
     def words(self) -> dict[str, Words]:
         return _scaling(self, f"YaRN ×{plain_number(self.factor)}", f" from {self.original_context:,}")
 
 
 class LongRopeScaling(Component, frozen=True):
-    """LongRoPE (2402.13753): every pair has its own divisor, with other divisors for long sequences.
+    """LongRoPE (2402.13753): the frequency of every pair has its own divisor, which is another one for long sequences.
 
     cos and sin are multiplied by `attention_factor`.
     """
@@ -174,7 +174,7 @@ class LongRopeScaling(Component, frozen=True):
     original_context: Size
     """The length after which the long divisors are used, in tokens."""
     attention_factor: Positive
-    """The factor of cos and sin."""
+    """The factor by which cos and sin are multiplied."""
     renewed: bool = False
     """What happens if a text grows beyond `original_context`. If true, the keys of all tokens are computed again, as if
     the text had been read at once (Phi-3). Otherwise the old keys stay as they are (llama)."""
@@ -184,9 +184,10 @@ class LongRopeScaling(Component, frozen=True):
 
 
 class Llama3Scaling(Component, frozen=True):
-    """Llama 3.1's scaling: the frequencies of slow pairs are divided by `factor`, and fast pairs are unchanged.
+    """Llama 3.1's scaling: the frequencies of pairs that rotate slowly are divided by `factor`.
 
-    There is a ramp in wavelength between slow and fast pairs.
+    Fast pairs are unchanged. The frequencies of pairs between slow and fast ones are divided by a number between 1 and
+    `factor`.
     """
 
     factor: Positive
@@ -203,7 +204,7 @@ class Llama3Scaling(Component, frozen=True):
 
 
 class ProportionalScaling(Component, frozen=True):
-    """p-RoPE (Barbero et al. 2410.06205): only the fastest pairs rotate, and the slower ones never do."""
+    """p-RoPE (Barbero et al. 2410.06205): only the pairs with the highest frequencies rotate. The others never do."""
 
     factor: Turns
     """The divisor of the frequencies of the pairs that rotate."""
@@ -361,7 +362,7 @@ class Rotary(Turning, Component, frozen=True):
 
     @property
     def exponent(self) -> int:
-        """The divisor in the exponent of the base."""
+        """The divisor d in the frequencies base^(-2i / d): `spread` if it is set, and otherwise `dim`."""
         return self.dim if self.spread is None else self.spread
 
     def words(self, on: Words = ALL_OF_IT) -> dict[str, Words]:
@@ -503,7 +504,7 @@ class RelativeBias(Component, frozen=True):
 
 
 class Temperature(Component, frozen=True):
-    """A factor of queries that grows with a token's position t (2501.19399, Llama 4):
+    """A factor by which queries are multiplied, and which grows with a token's position t (2501.19399, Llama 4):
 
     1 + growth · log(1 + floor((t + offset) / original_context))
     """
@@ -513,7 +514,7 @@ class Temperature(Component, frozen=True):
     described = ("growth", "original_context")
 
     growth: Positive
-    """The factor of the logarithm."""
+    """The factor by which the logarithm is multiplied."""
     original_context: Size
     """The number of tokens after which the factor grows for the first time, apart from the offset."""
     offset: Literal[0, 1] = 0

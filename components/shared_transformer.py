@@ -71,7 +71,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
     head_dim: Size
     """The number of elements of a query, key or value."""
     scale: Scale
-    """The factor of q·k."""
+    """The factor by which q·k is multiplied."""
     intermediate_size: Size
     """The number of units of the feed-forward."""
     activation: Activation

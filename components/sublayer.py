@@ -45,13 +45,13 @@ class SubLayer(Component, frozen=True):
     sum_norm: Norm | None = None
     """The norm of the stream after the addition."""
     multiplier: Positive = 1.0
-    """The factor of the mixer's output before it is added to the stream (Granite)."""
+    """The factor by which the mixer's output is multiplied before it is added to the stream (Granite)."""
     onto: Literal["stream", "others", "next"] = "stream"
     """Where the output is added. "others", in a layer with `altup`: to all residual streams except the first. The
     sub-layer then reads the active one of the corrected streams (Gemma 3n). "next": only to the input of the next
     sub-layer's norm, and the stream stays unchanged (Zamba)."""
     input_multiplier: Positive = 1.0
-    """The factor of the mixer's input, after the norm."""
+    """The factor by which the mixer's input is multiplied, after the norm."""
     beside: bool = False
     """Whether the sub-layer reads the same input as the previous one, and their outputs are added to the stream
     together (Falcon-H1)."""

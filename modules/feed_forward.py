@@ -286,7 +286,10 @@ class MixtureOfExpertsModule(nn.Module):
         return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
 
     def weighing(self, scores: Tensor) -> Tensor:
-        """Return the weights of all experts (N, experts) from the router's scores, without the bias for choosing."""
+        """Return the weights of all experts (N, experts) for these scores of the router.
+
+        A bias that is only for the choice of experts is not included.
+        """
         return scores
 
     def _scores(self, logits: Tensor) -> Tensor:

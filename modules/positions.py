@@ -103,10 +103,11 @@ def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device:
 def _frequencies_on(device: torch.device, rotary: Rotary, length: int, dtype: torch.dtype) -> Tensor:
     """Return the frequencies on a device.
 
-    As in transformers, they are computed on the CPU and copied once. A GPU rounds some powers differently, and this
-    difference is multiplied by the position. There are two exceptions, in which they are computed on the device:
-    transformers does so if a scaling changes the frequencies because of the length, and a compiled graph can neither
-    look up the copy nor copy from the CPU.
+    As in transformers, they are computed on the CPU and copied once, because a GPU rounds some powers differently, and
+    this difference is multiplied by the position. In two cases they are computed on the device instead:
+
+    - if the length of the text changes the frequencies (some RoPE scalings), because transformers does so;
+    - in a compiled graph, which can neither use the stored copy nor copy from the CPU.
     """
     replaced = length > getattr(rotary.scaling, "original_context", math.inf)
     if device.type == "cpu" or replaced or torch.compiler.is_compiling():

@@ -221,7 +221,7 @@ class _Inputs:
 
     plan: Plan
     arms: list[Arm]  # the base and the variants, the base first
-    variants: list[PlannedVariant]  # the same at every budget
+    variants: list[PlannedVariant]  # the base and the variants, once for every budget
     texts: list[Path | str]
     settings: dict[str, Any]  # the arguments of `train` and `heal` that all runs share
     opening: dict[str, Any]  # the device, and how checkpoints are opened

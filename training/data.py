@@ -64,7 +64,7 @@ NOWHERE = -100
 class _Source(msgspec.Struct, frozen=True):
     """A text file as it was when it was tokenised."""
 
-    name: str  # its path
+    name: str  # the path of the text file
     bytes: int
     sha256: str
 

@@ -229,7 +229,7 @@ def _read(checkpoint: Checkpoint, files: Sequence[Path]) -> list[_Document]:
     """Return the documents of all files.
 
     Raises:
-        InvalidInput: no document has two tokens.
+        InvalidInput: all documents have fewer than two tokens.
         UsageError: a document has ids beyond the model's vocabulary.
     """
     tokenizer, rows = load_tokenizer(checkpoint.folder, checkpoint.texts), checkpoint.spec.vocab_size
@@ -254,8 +254,8 @@ class _Window:
 
     document: int  # the number of the document
     first: int  # the first token that the model reads
-    length: int  # the number of tokens that it reads
-    counted: int  # the number of predictions at its end that count; an earlier window has those before them
+    length: int  # the number of tokens that the model reads
+    counted: int  # the number of predictions that count, at the end of the window; earlier windows have the others
 
 
 def _windows(documents: Sequence[_Document], width: int, stride: int) -> list[_Window]:

@@ -115,7 +115,7 @@ class TrainingStep(Record):
     """The measurements of a training step."""
 
     step: int  # from 1
-    tokens: int  # training tokens up to and with this step
+    tokens: int  # training tokens up to this step, including its own
     seconds: float  # since the start of the run
     took: float  # seconds for this step
     loss: float  # in nats per target
@@ -131,7 +131,7 @@ class Run:
     """The progress of a training run."""
 
     step: int = 0  # the number of finished steps
-    seconds: float = 0.0  # the time that they took
+    seconds: float = 0.0  # the time that the finished steps took
     curve: list[dict[str, Any]] = field(default_factory=list)  # the evaluations; see `resumed.EvaluationRecord`
 
     def done(self, settings: Settings, ahead: int = 0) -> float:

@@ -248,7 +248,7 @@ class Arm:
     name: str
     comment: str
     spec: ModelSpec  # after all changes
-    start: str | dict[str, Any]  # the reference or the config.json values of the model before the changes
+    start: str | dict[str, Any]  # the model before the changes: its name or path, or config.json values
     steps: tuple[Step, ...] = ()  # the swaps
 
 
@@ -350,7 +350,7 @@ class PlannedVariant:
     """A variant at one of the plan's budgets."""
 
     arm: Arm
-    budget: float  # in the unit of the plan
+    budget: float  # in tokens or FLOPs, as in the plan
     tokens: int  # training tokens per run
     flops: int  # FLOPs per run; in healing they include the teacher's forward passes
 

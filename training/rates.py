@@ -145,5 +145,5 @@ class TrialNotes:
 class _TrialFile(msgspec.Struct):
     """The content of the file that `TrialNotes` reads and writes."""
 
-    call: dict[str, Any]  # the values that identify the healing
+    call: dict[str, Any]  # the values that identify the call of `heal`
     tried: dict[str, list[Trial]]  # the trials of every kind of run

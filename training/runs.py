@@ -38,8 +38,8 @@ _CONTROLS_GAP = 1 / 27  # the gap in nats from which the control's first rate is
 class HeldOutFigures(Record):
     """The measurements of a model on the held-out text, in nats per token."""
 
-    kl: float  # the KL divergence of its predictions from the teacher's
-    loss: float  # its cross entropy
+    kl: float  # the KL divergence of the model's predictions from the teacher's
+    loss: float  # the cross entropy of the model's predictions
 
     @property
     def perplexity(self) -> float:
@@ -102,8 +102,8 @@ class Runs:
     tokens: TokenFile
     training: Stretch  # the part of the tokens to train on
     group: Group
-    folder: Path  # of all runs
-    about: Mapping[str, Any]  # the JSON values that identify the healing
+    folder: Path  # the folder that contains the folders of all runs
+    about: Mapping[str, Any]  # the JSON values that identify the call of `heal`: hashes of its inputs, and options
     resume: bool
     force: bool
     tell: Callable[[str, TrainingStep], None]  # called with the name of the run and a step
