@@ -1,8 +1,8 @@
 """List and fetch the files of a repository of the Hugging Face hub at one commit.
 
-A HEAD request finds the commit first. Every file is then fetched at this commit, so that a branch that moves in the
-meantime cannot mix two revisions. Files in the cache are not fetched again. Cache, tokens, progress bars and resumed
-downloads are those of huggingface_hub.
+A HEAD request first asks for the commit. Every file is then fetched at this commit, so the files are of one revision
+even if somebody changes the branch in the meantime. Files in the cache are not fetched again. huggingface_hub manages
+the cache, the tokens, the progress bars and the continuation of downloads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _BLOB = re.compile(r"[0-9a-f]{40,64}")  # checked because it becomes a file name
 _MAX_ANSWER = 2**24  # bytes of a listing; one of 10,000 files has a fifth of this
 _MAX_REFUSAL = 2**16
 _MOST = {INDEX: 2**27, PICKLE_INDEX: 2**27, CONFIG: MAX_CONFIG_BYTES, ".safetensors": None, ".bin": None, "": MAX_BYTES}
-"""The most bytes of a file by the ending of its name; None for weights, whose size the listing has."""
+"""The ending of a file's name -> the largest allowed size in bytes.
+
+None is for weights, whose sizes are in the hub's list of files.
+"""
 NO_HUB = "Check HF_ENDPOINT: this address is not a Hugging Face hub."
 _NO_NETWORK = "give a local folder, or a sample that needs no network, such as sample:gpt2."
 WAY_ON = f"Go online, or {_NO_NETWORK}"
@@ -54,13 +57,13 @@ class NoConfig(InvalidInput):
 
 
 class NoModel(InvalidInput):
-    """The hub has no model of this name, or does not show it to this user."""
+    """The hub has no model of this name, or the model is private."""
 
 
 class _RemoteFile(msgspec.Struct):
-    """A file in the hub's list of a repository. Only the fields that gptkit uses are read."""
+    """A file in the hub's list of a repository, with the names that the hub gives to the fields."""
 
-    rfilename: str = ""
+    rfilename: str = ""  # its path in the repository
     size: int | None = None
     blobId: str | None = None  # noqa: N815, its name there
     lfs: dict[str, Any] | None = None
@@ -72,21 +75,26 @@ class _Answer(msgspec.Struct):
 
 @dataclass(slots=True)
 class Repository:
-    """A repository at a commit."""
+    """A repository on the hub, at one commit."""
 
     repo: str
+    """The name, such as org/name."""
     revision: str | None
-    """The revision that the user gave; None for the default branch."""
+    """The branch, tag or commit that the user gave; None for the default branch."""
     commit: str
+    """The commit; "" until it is known."""
     online: bool
-    """Whether files may be fetched."""
+    """Whether gptkit may fetch files from the hub."""
     files: Mapping[str, _RemoteFile] | None = None
-    """The files at the top level; None if the hub lists none. Offline, the files in the cache."""
+    """The files at the top level, by name. None until they are listed, or if the hub does not list them.
+
+    Offline, these are the files in the cache.
+    """
     notes: list[str] = field(default_factory=list)
     why_offline: str = "network access is off"
-    """The reason for messages, if files may not be fetched."""
+    """Why files may not be fetched, for error messages."""
     nested: Mapping[str, _RemoteFile] = field(default_factory=dict)
-    """The files in subfolders, by their paths."""
+    """The files in subfolders, by their paths in the repository."""
 
     def __str__(self) -> str:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
@@ -115,10 +123,10 @@ class Repository:
         return asked
 
     def as_cached(self) -> Repository:
-        """Return the repository as it is in the cache, at its commit if that is known. Raises Offline if it is not
-        there.
+        """Return the repository as it is in the cache. Raises Offline if it is not there.
 
-        If the hub was tried and could not be reached, a note says so.
+        The commit is the repository's own, or if that is unknown, the one that the cache has for the revision. A note
+        says so if the hub could not be reached.
         """
         config = self._cached(CONFIG) if self.commit else self._cached(CONFIG, self.revision)
         why = "the hub could not be reached" if self.online else self.why_offline
@@ -131,7 +139,7 @@ class Repository:
         return Repository(self.repo, self.revision, commit, False, files, [*notes], why, nested)
 
     def list_files(self) -> None:
-        """Fetch the list of all files, once.
+        """Fetch the list of all files (`files` and `nested`), unless it was already fetched.
 
         Some mirrors do not list files. `files` then stays None, and gptkit asks for every file separately.
         """
@@ -176,7 +184,7 @@ class Repository:
         return self._cached(name) is not None or self._head(name, self.commit) is not None
 
     def _head(self, name: str, revision: str | None) -> Any:
-        """Return the hub's metadata of a file, or None if there is no such file."""
+        """Ask the hub for the metadata of a file by a HEAD request. Return None if there is no such file."""
         with typed_errors(self):
             try:
                 return get_hf_file_metadata(hf_hub_url(self.repo, name, revision=revision))
@@ -184,9 +192,10 @@ class Repository:
                 return None
 
     def cached(self, name: str, revision: str | None = "") -> Path | None:
-        """Return a file in the cache if it is complete, else None.
+        """Return the path of a file in the cache, or None if it is not there or incomplete.
 
-        It is that of the repository's commit, or of another `revision` (None: the default branch).
+        By default it is the file at the repository's commit. `revision` asks for another commit, branch or tag; None
+        stands for the default branch.
         """
         path, size = self._cached(name, revision), self.size(name)
         return None if path is None or (size is not None and path.stat().st_size != size) else path
@@ -195,12 +204,15 @@ class Repository:
         return (self.files or {}).get(name) or self.nested.get(name) or _RemoteFile()
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file in bytes, or None if the listing does not say."""
+        """Return the size of a file in bytes, or None if the hub's list of files does not have it."""
         size = self._file(name).size
         return size if size is not None and size >= 0 else None
 
     def fetch(self, name: str) -> Path | None:
-        """Return the local copy of a file, fetched if needed; None if the repository has no such file."""
+        """Fetch a file unless it is in the cache, and return its path there.
+
+        Return None if the repository has no such file.
+        """
         path = self.cached(name)
         if path is not None or not self.online:
             return path
@@ -219,7 +231,7 @@ class Repository:
         return path
 
     def require_commit(self, name: str, commit: str) -> None:
-        """Raise InvalidInput unless a file came from the requested commit."""
+        """Raise InvalidInput unless `commit`, at which the hub returned a file, is the requested commit."""
         if commit != self.commit:
             raise InvalidInput(
                 f"{self}: the hub was asked for {name} at commit {self.commit} but returned it at {commit}",
@@ -227,13 +239,16 @@ class Repository:
             )
 
     def folder(self) -> Path:
-        """Return the local folder with config.json. Raises NoConfig."""
+        """Fetch config.json and return its folder in the cache. Raises NoConfig if there is no config.json."""
         if (path := self.fetch(CONFIG)) is None:
             raise NoConfig(self)
         return path.parent
 
     def weight_names(self, allow_pickle: bool = False) -> list[str]:
-        """Return the weight files that transformers and `index.weight_files` choose; an index precedes its shards."""
+        """Return the names of the weight files that transformers would load. An index comes before its shards.
+
+        `index.weight_files` chooses the same files in a local folder.
+        """
         from .index import read_index  # here, because it imports numpy
 
         not_cached = Offline(f"the weights of {self} are not in the local cache, and {self.why_offline}", WAY_ON)
@@ -263,7 +278,7 @@ class Repository:
         raise CheckpointError(f"{self} has no safetensors weights", hint)
 
     def require_space(self, names: Collection[str]) -> None:
-        """Raise GptkitError unless the disk has space for the files that are not yet in the cache."""
+        """Raise GptkitError unless the disk of the cache has space for those of the files that are not yet there."""
         if not self.online or self.files is None:
             return
         config = self._cached(CONFIG)
@@ -289,7 +304,7 @@ class Repository:
             )
 
     def record(self) -> None:
-        """Record in the cache which commit the branch is at, so that the branch can be used offline."""
+        """Record in the cache which commit the branch points to, so that the branch can be used offline."""
         if not self.online or self.revision == self.commit:
             return
         config = self._cached(CONFIG, self.revision)
@@ -299,7 +314,10 @@ class Repository:
             hf_hub_download(self.repo, CONFIG, revision=self.revision)
 
     def settle(self, name: str = CONFIG) -> None:
-        """Find the commit, by a HEAD request for the file `name`. Raises InvalidInput if there is no such file."""
+        """Ask the hub for the commit by a HEAD request for the file `name`, and remember the commit.
+
+        Raises InvalidInput if there is no such file.
+        """
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             self.commit = self.revision
             return
@@ -319,10 +337,7 @@ class Repository:
         self.commit = commit
 
     def _cached(self, name: str, revision: str | None = "") -> Path | None:
-        """Return a file in the cache, even if it is incomplete, or None.
-
-        It is that of the repository's commit, or of another `revision` (None: the default branch).
-        """
+        """Return the path of a file in the cache, or None. The file may be incomplete. For `revision` see `cached`."""
         try:
             path = try_to_load_from_cache(self.repo, name, revision=self.commit if revision == "" else revision)
         except (OSError, ValueError) as error:  # the library refuses the name, or cannot read the cache
@@ -331,9 +346,9 @@ class Repository:
 
 
 def _counting(repository: Repository, name: str) -> Any:
-    """Return a class for progress bars that raises InvalidInput if a download is too long.
+    """Return a class of progress bars that raises InvalidInput if the download of the file `name` is too long.
 
-    The library calls it before it writes every piece.
+    The hub library updates the progress bar before it writes every piece of the file.
     """
     limit = next((most for ending, most in _MOST.items() if name.endswith(ending)), None)
     most = min((size for size in (repository.size(name), limit) if size is not None), default=None)
@@ -355,7 +370,10 @@ def _counting(repository: Repository, name: str) -> Any:
 
 @contextmanager
 def _short_refusals(repository: Repository) -> Iterator[None]:
-    """Refuse long error answers inside a `with`. The hub library would read them into memory."""
+    """Raise an error inside a `with` if the server answers with an HTTP error and a long text.
+
+    Otherwise the hub library would read the text into memory.
+    """
 
     def refuse(response: Any) -> None:
         long = (stated_length(response) or 0) >= _MAX_REFUSAL
@@ -372,7 +390,10 @@ def _short_refusals(repository: Repository) -> Iterator[None]:
 
 @contextmanager
 def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> Iterator[Any]:
-    """Yield the uncompressed response to a GET request before its body is read. Raises as `typed_errors`."""
+    """Send a GET request inside a `with`. Yield the uncompressed response, whose body is not yet read.
+
+    Raises the errors of `typed_errors`.
+    """
     with _library.http_stream_backoff(
         "GET",
         url,
@@ -399,16 +420,21 @@ def stated_length(response: Any) -> int | None:
 
 
 def _is_nested(name: str) -> bool:
-    """Return whether all parts of a path are plain names."""
+    """Return whether every part of a path is the plain name of a file or folder."""
     return all(map(is_plain, name.split("/")))
 
 
 def gather(
     repository: Repository, check: Callable[[Path], object], *, weights: bool, companions: bool, allow_pickle: bool
 ) -> Path:
-    """Fetch the files of a repository that are asked for, and return their folder.
+    """Fetch the files of a repository, and return their folder in the cache.
 
-    `check` is called with the folder once config.json is there, before any weight is fetched.
+    Args:
+        repository: the repository.
+        check: called with the folder when config.json is there, before any weight is fetched.
+        weights: fetch the weights.
+        companions: fetch the tokenizer's files and the other files that are copied with the weights.
+        allow_pickle: fetch .bin weights if there are no others.
     """
     folder = repository.folder()
     check(folder)
@@ -441,8 +467,9 @@ def offline_by_environment() -> bool:
 
 @contextmanager
 def typed_errors(repository: Repository, fetching: str | None = None) -> Iterator[None]:
-    """Turn errors of the hub library and the network into gptkit's. `fetching` is the name of the file, if one is
-    fetched.
+    """Convert errors of the hub library and the network inside a `with` to gptkit's errors.
+
+    `fetching` is the name of the file that is fetched, for messages, or None.
     """
     # The base class of the HTTP library's errors. The hub library has changed its HTTP library twice.
     transport = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
@@ -493,7 +520,7 @@ def _reason(error: Exception) -> str:
 
 
 def _refused(repository: Repository, status: int, text: str = "", reason: str | None = None) -> GptkitError:
-    """Return the error for a response whose status is not a success."""
+    """Return the error for an HTTP error `status` of the hub. `text` and `reason` are the hub's explanations."""
     if status >= 500 or status in (408, 429):
         return Offline(
             f"{repository}: the hub answered with the HTTP status {status}", f"Try again later, or {_NO_NETWORK}"

@@ -1,4 +1,7 @@
-"""Find the weight files of a checkpoint, one file or shards with an index, and the place of every tensor in them."""
+"""Find the weight files of a checkpoint and the place of every tensor in them.
+
+The weights are in a single file, or in several (shards) with an index that says which file has which tensor.
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,18 +34,18 @@ _MAX_HEADERS = 2 * _MAX_INDEX  # bytes, of all shards' headers together
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file. Its elements are in the `nbytes` bytes from byte `start`."""
+    """The place and form in which a tensor is stored in a file."""
 
-    path: Path | None  # None if the tensor is in no file; it is then zero
-    dtype: str
-    shape: tuple[int, ...]
-    start: int = 0
-    nbytes: int = 0
+    path: Path | None  # None if the tensor is in no file; all of its elements are then zero
+    dtype: str  # the dtype after reading, by its name in safetensors
+    shape: tuple[int, ...]  # the shape after reading
+    start: int = 0  # the offset in the file of the bytes that contain the elements
+    nbytes: int = 0  # the number of these bytes
     strides: tuple[int, ...] | None = None  # in elements; None for a contiguous tensor
-    offset: int = 0  # of the first element, in elements from `start`
-    decode: Callable[[np.ndarray], np.ndarray] | None = None  # computes the values from the stored bytes
-    kind: str = ""  # the type of quantised bytes
-    pieces: Callable[[int], Iterator[np.ndarray]] | None = None  # piece size in bytes -> values in whole rows
+    offset: int = 0  # the position of the first element, counted in elements from `start`
+    decode: Callable[[np.ndarray], np.ndarray] | None = None  # computes the tensor from the stored bytes
+    kind: str = ""  # the type of the stored bytes, if they are quantised
+    pieces: Callable[[int], Iterator[np.ndarray]] | None = None  # computes pieces of whole rows, of about N bytes each
 
     @property
     def itemsize(self) -> int:
@@ -54,19 +57,19 @@ class Stored:
 
     @property
     def place(self) -> int:
-        """Return the byte of the file at which the first element begins."""
+        """Return the offset in the file, in bytes, of the first element."""
         return self.start + (self.offset * self.itemsize if self.offset else 0)
 
     @property
     def reach(self) -> int:
-        """Return the number of elements in the file from the tensor's first to its last one, including unused ones."""
+        """Return how many elements of the file the tensor spans. With strides, some of them belong to other tensors."""
         if self.strides is None or not self.count:
             return self.count
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def contiguous(self) -> bool:
-        """Return whether the elements are contiguous."""
+        """Return whether the elements follow one another in the file, in row-major order."""
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides or ()), strict=False):
             if size != 1 and stride != step:
@@ -77,7 +80,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The weight files of a checkpoint, and their headers. Pickles are listed but not read."""
+    """The weight files of a checkpoint, and what their headers say. For pickles, only the files are known."""
 
     format: Literal["safetensors", "pickle"]
     files: tuple[Path, ...]
@@ -87,7 +90,10 @@ class WeightFiles:
 
 
 def weight_files(path: Path, allow_pickle: bool = False, names: frozenset[str] | None = None) -> WeightFiles:
-    """Read the weights of a folder (`names` are its files) or of a file. Raises UntrustedInput, CheckpointError."""
+    """Read the headers of the weight files in a folder, or of a single weight file.
+
+    `names` are the names of the folder's files, if they are known. Raises UntrustedInput, CheckpointError.
+    """
     try:
         listed_names = listing(path) if names is None else names
     except FileNotFoundError:
@@ -149,7 +155,7 @@ def index_of(folder: Path, files: WeightFiles) -> str | None:
 
 
 def single(path: Path, header: Header) -> WeightFiles:
-    """Return the weights of one file."""
+    """Return the weights in a single safetensors file, whose header was already read."""
     return _placed(path.parent, {path.name: header})
 
 
@@ -175,7 +181,10 @@ def _pickles(paths: Sequence[Path], allow_pickle: bool) -> WeightFiles:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read the `weight_map` of an index: tensor -> name of a file in the same folder. Raises UntrustedInput."""
+    """Read the `weight_map` of an index: the name of a tensor -> the name of its file, in the same folder.
+
+    Raises CheckpointError; UntrustedInput if it names other files.
+    """
     try:
         size = path.stat().st_size
         raw = path.read_bytes() if size <= _MAX_INDEX else None
@@ -224,8 +233,9 @@ def _sharded(folder: Path, names: Collection[str], weight_map: dict[str, str]) -
 
 
 def assembled(folder: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> WeightFiles:
-    """Return the weights of shards from their headers. Raises CheckpointError unless the index lists exactly their
-    tensors.
+    """Return the weights in several safetensors files (shards), whose headers were already read.
+
+    `weight_map` is that of the index. Raises CheckpointError unless it lists exactly the tensors in the files.
     """
     files_of: dict[str, list[str]] = {}
     for name, header in headers.items():
@@ -245,6 +255,6 @@ def assembled(folder: Path, weight_map: dict[str, str], headers: dict[str, Heade
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return at most 10 names, and the number of further ones."""
+    """Return a text with at most 10 of the names, and the number of the others."""
     # Names are someone else's text: control characters must not reach the terminal.
     return some_of([name if name.isprintable() else repr(name) for name in names], 10, ", and {} more")

@@ -29,21 +29,21 @@ _Place = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
-    """The place of a tensor in its file, bytes `start` to `end` (exclusive), and the hash of these bytes.
+    """The place of a tensor in its file, and the hash of its bytes.
 
-    XXH3-128 (in hex) takes a tenth of the time of a second sha256.
+    The hash is XXH3-128, in hex. It takes a tenth of the time of a sha256.
     """
 
-    start: _Place
-    end: _Place
+    start: _Place  # the offset of the first byte
+    end: _Place  # the offset after the last byte
     xxh3: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")] = msgspec.field(name="xxh3_128")
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """A file's sha256 in hex, and its tensors by name. Its other bytes are header and padding."""
+    """The hashes of a file."""
 
-    sha256: str
-    tensors: Mapping[str, TensorRecord] = {}
+    sha256: str  # of the whole file, in hex
+    tensors: Mapping[str, TensorRecord] = {}  # by name; the other bytes of the file are its header and padding
 
 
 class _ManifestEntry(msgspec.Struct):
@@ -53,7 +53,7 @@ class _ManifestEntry(msgspec.Struct):
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Return the object in a folder's manifest, or an empty one without a manifest."""
+    """Return the content of a folder's manifest.json, or an empty dictionary if there is none or it is unreadable."""
     try:
         record = read_manifest(folder / MANIFEST)
     except (OSError, ValueError, RecursionError):
@@ -70,13 +70,13 @@ def read_manifest(path: Path) -> Any:
 
 
 def file_entry(record: FileRecord, nbytes: int) -> dict[str, object]:
-    """Return a file's entry in the manifest, as JSON values."""
+    """Return the entry of a file in the manifest, as JSON values. `nbytes` is the size of the file."""
     tensors = {name: msgspec.to_builtins(tensor) for name, tensor in record.tensors.items()}
     return {"sha256": record.sha256, "bytes": nbytes, **({"tensors": tensors} if tensors else {})}
 
 
 def read_entry(entry: object) -> tuple[FileRecord, int] | None:
-    """Return the record and the size in an entry of `file_entry`, or None if the entry is damaged."""
+    """Return the hashes and the size in bytes in a file's entry in the manifest, or None if the entry is damaged."""
     try:
         read = msgspec.convert(entry, _ManifestEntry)
     except msgspec.ValidationError:
@@ -96,8 +96,9 @@ def walk(folder: Path) -> Iterator[str]:
 
 
 def check_manifest(folder: Path) -> list[str]:
-    """Hash the files of a folder again. Return the differences from manifest.json as lines of text, by tensor if
-    possible.
+    """Hash the files of a folder again and compare them with manifest.json. Return one line of text per difference.
+
+    If possible, the lines name the tensors that changed.
     """
     try:
         record = read_manifest(folder / MANIFEST)

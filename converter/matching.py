@@ -1,5 +1,7 @@
-"""Pair the tensors in files with the leaves that a tree declares. `open_checkpoint` refuses tensors that do not fit,
-and `audit` reports them. Both use the same `Match`.
+"""Pair the tensors in files with the tensors that a model needs, its leaves.
+
+A leaf is the checkpoint name of a tensor, with its shape and the parameters that the tensor stores. If tensors do not
+fit, `open_checkpoint` raises an error, and `audit` reports them. Both use the same `Match`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,40 +18,43 @@ from .weights import Weights
 
 @dataclass
 class Match:
-    """The pairs of tensors in files and leaves of a tree, by name, and everything that does not fit."""
+    """Which tensor in the files stores which leaf of a model, and everything that does not fit.
+
+    Tensors are given by their names in the files, leaves by the names that the model expects.
+    """
 
     declared: dict[str, BoundLeaf]
-    """The leaves, by name."""
+    """All leaves of the model, by name."""
     matched: dict[str, str] = field(default_factory=dict)
-    """Leaf -> the tensor that stores it."""
+    """A leaf -> the tensor that stores it."""
     extra: list[str] = field(default_factory=list)
     """Tensors without a place in the model."""
     twice: list[tuple[str, str]] = field(default_factory=list)
     """Pairs of tensors that store the same leaf under two names."""
     shaped: list[str] = field(default_factory=list)
-    """Leaves whose tensors have another shape."""
+    """Leaves whose tensors do not have the shape that the model needs."""
     typed: list[str] = field(default_factory=list)
-    """Tensors that are not floating point."""
+    """Paired tensors whose dtype is not allowed, usually because it is not a float dtype."""
     heads: list[str] = field(default_factory=list)
-    """Heads that are stored although config.json ties them to the embedding."""
+    """Tensors of a head that is stored although config.json ties it to the embedding."""
     stands_in: str = ""
-    """A tied head that is stored instead of the embedding, as safetensors' save_model does."""
+    """The tensor of a tied head, if it is stored instead of the embedding, as safetensors' save_model does."""
     untied: list[str] = field(default_factory=list)
     """Tensors of `heads` whose values differ from the embedding."""
     copies: dict[str, str] = field(default_factory=dict)
-    """Tensors of layers that share weights -> the leaf that stores the shared weights."""
+    """A tensor of a layer that shares its weights with another layer -> the leaf of the shared weights."""
     parted: list[str] = field(default_factory=list)
     """Tensors of `copies` whose values differ from the shared weights."""
     carried: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Tensors that no layer computes with, but that are copied along, by group: leaf -> tensor."""
+    """Tensors that gptkit only copies, by group, such as "mtp": usual name of the tensor -> its name in the files."""
     altered: list[str] = field(default_factory=list)
-    """Tensors that no layer of gptkit reads, although their values differ from those that gptkit computes with."""
+    """Tensors that gptkit does not read, because their values follow from other data, but that have other values."""
     dropped: list[str] = field(default_factory=list)
-    """Buffers that are not weights."""
+    """Tensors that are not weights but buffers, such as attention masks."""
 
     @property
     def missing(self) -> list[str]:
-        """Return the leaves for which there is no tensor."""
+        """Return the names of the leaves for which there is no tensor."""
         return [name for name in self.declared if name not in self.matched]
 
     def own_head(self, family: Architecture | None) -> list[str]:
@@ -63,13 +68,13 @@ class Match:
 
     @property
     def sound(self) -> bool:
-        """Return whether all paired tensors fit. Missing and extra tensors do not count."""
+        """Return whether no tensor is wrong. Missing and extra tensors are allowed."""
         problems = (self.twice, self.shaped, self.typed, self.untied, self.parted, self.altered)
         return not any(problems)
 
     @property
     def embedding(self) -> str:
-        """Return the leaf of the token embedding, or "" if there is none."""
+        """Return the name of the token embedding's leaf, or "" if there is none."""
         return next((name for name, leaf in self.declared.items() if leaf.shared == ("embedding.weight",)), "")
 
 
@@ -82,9 +87,17 @@ def match(
     *,
     integers: bool = False,
 ) -> Match:
-    """Pair tensors and leaves. `architecture` is the family of the names in the files; `family` is that of the tree.
-    `integers` allows weights that are stored as integers. If the weights have been downloaded, two tensors for the
-    same leaf are compared by value.
+    """Pair the tensors in files with the leaves of a model.
+
+    Tied heads and shared weights may be stored twice. If the weights have been downloaded, the two are compared.
+
+    Args:
+        spec: the model's tree of components.
+        leaves: the leaves of the tree.
+        weights: the tensors in the files.
+        architecture: the family whose tensor names the files have; None if the files use another naming.
+        family: the family of the model.
+        integers: allow weights that are stored as integers.
     """
     pairs, info, layers = Match({leaf.checkpoint: leaf for leaf in leaves}), weights.info, len(spec.blocks)
     borrowed = {} if architecture is None else architecture.borrowed(spec)
@@ -127,7 +140,7 @@ def _same(weights: Weights, name: str, other: str) -> bool:
 
 
 def _is_tied(pairs: Match, spec: ModelSpec, weights: Weights, name: str) -> bool:
-    """Return whether a stored head that config.json ties to the embedding has the same bytes."""
+    """Return whether the stored head `name`, which config.json ties to the embedding, has the embedding's bytes."""
     stored = pairs.matched[pairs.embedding]
     dtype, shape = weights.info[name]
     if dtype not in FLOATS or shape != (spec.vocab_size, spec.hidden_size):  # reported as a wrong dtype or shape
@@ -136,10 +149,10 @@ def _is_tied(pairs: Match, spec: ModelSpec, weights: Weights, name: str) -> bool
 
 
 def _altered(pairs: Match, spec: ModelSpec, weights: Weights, family: Architecture | None) -> list[str]:
-    """Return the tensors of group "unused" with other values than gptkit assumes.
+    """Return the tensors of the group "unused" that have other values than gptkit assumes.
 
-    Such a tensor repeats another one or follows from the config, so gptkit does not read it. transformers would compute
-    with its stored values.
+    A tensor of this group should be a copy of another tensor or follow from the config, so gptkit does not read it. But
+    transformers computes with its stored values.
     """
     wrong: list[str] = []
     unused: Mapping[str, str] = {} if family is None else pairs.carried.get("unused", {})

@@ -1,4 +1,4 @@
-"""Write the README.md of a healed model: its changes, and the KL divergence before and after training."""
+"""Write the model card (README.md) of a healed model, one that was changed and then trained to match the original."""
 
 import math
 import re
@@ -23,38 +23,38 @@ _ROWS = {
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-"""A name on the hub, which needs no quoting in YAML."""
+"""The name of a repository on the hub, org/name. It can be written in YAML without quotes."""
 _MOST = 200
-"""The most characters of one value in the card."""
+"""The maximum number of characters of one value in the card."""
 
 
 class _Measured(msgspec.Struct):
-    """The KL divergence and loss of a model on the held-out text."""
+    """The KL divergence from the original model, and the loss, of one model on the held-out text."""
 
-    kl: float  # the mean over the runs
-    loss: float  # the mean over the runs
-    kl_spread: float = 0.0  # the largest KL of a run minus the smallest
-    runs: list[Any] = []
+    kl: float  # in nats per token, the mean over the runs
+    loss: float  # in nats per token, the mean over the runs
+    kl_spread: float = 0.0  # the largest KL divergence of a run minus the smallest
+    runs: list[Any] = []  # the measurements of every run
 
 
 class _Healing(msgspec.Struct):
-    """The result of a `heal`, as the history in gptkit.json records it. The card shows these fields."""
+    """The result of a `heal`, as the history in gptkit.json records it."""
 
     tokens: int  # the number of tokens of each run
     train: str  # the parameters that were trained, such as "all" or "lora:8"
     trained: int  # the number of trained parameters
-    seeds: int
-    recovered: float | None = None  # the share of the KL divergence that is gone; None without one
-    kept: bool = False  # whether the weights are those before training, because no run came closer
-    original: _Measured | None = None
-    start: _Measured | None = None
-    healed: _Measured | None = None
-    control: _Measured | None = None
-    floor: _Measured | None = None
+    seeds: int  # the number of runs, which differ in their seeds
+    recovered: float | None = None  # the share of the KL divergence that training removed; None if there was none
+    kept: bool = False  # whether no run reduced the KL divergence, so that the weights before training were kept
+    original: _Measured | None = None  # the original model
+    start: _Measured | None = None  # the changed model before training
+    healed: _Measured | None = None  # the changed model after training
+    control: _Measured | None = None  # the original model after the same training
+    floor: _Measured | None = None  # the changed model, trained from random weights
 
 
 def _code(value: object) -> str:
-    """Return a value of gptkit.json as Markdown code. Nothing in an untrusted value can end the code span."""
+    """Return a value of gptkit.json as a Markdown code span. Characters that could end the span are replaced."""
     text = "".join(c if c.isprintable() and c not in "`<>|" else " " for c in str(value)[:_MOST])
     return f"`{' '.join(text.split()) or ' '}`"
 
@@ -70,7 +70,10 @@ def _healing_of(record: Any) -> _Healing:
 
 
 def model_card(origin: Origin) -> bytes | None:
-    """Return the card of a healed model, from its history, or None for other models. Raises ConfigError."""
+    """Return the model card of a healed model, or None for other models.
+
+    The history in `origin` has the data. Raises ConfigError if it is invalid.
+    """
     healed = [_healing_of(record["healed"]) for record in origin.history if "healed" in record]
     if not healed:
         return None
@@ -88,7 +91,7 @@ def model_card(origin: Origin) -> bytes | None:
 
 
 def _step(record: Mapping[str, Any]) -> str:
-    """Return a step of a history as one line."""
+    """Describe an entry of the history, such as a swap or a healing, in one line."""
     if "swap" in record:
         name = str(record["swap"])
         value = str(record.get(name, ""))
@@ -103,7 +106,7 @@ def _step(record: Mapping[str, Any]) -> str:
 
 
 def _healing(healing: _Healing) -> list[str]:
-    """Return the lines that describe the result of a healing, with a table."""
+    """Return the lines of the card that describe the result of a healing, with a table of the measurements."""
     share = healing.recovered
     words = "there was no gap to close" if share is None else f"{100 * share:.1f} % of the KL divergence is gone"
     words = "no training brought it closer, and it is as it was" if healing.kept and share is not None else words

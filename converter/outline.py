@@ -1,5 +1,7 @@
-"""Read the tree of any reference, and where it comes from, without reading weights. A reference may be a preset, a
-config.json, a tree file, a folder, a file of another format, or a repository on the hub.
+"""Read a model's tree of components, and where it comes from, without reading weights.
+
+A model may be given as a preset, a config.json, a .json file with a tree, a folder, a file of another format, or a
+repository on the hub.
 """
 
 import json
@@ -18,18 +20,18 @@ from .tree import Origin, Quantised
 
 @dataclass(frozen=True)
 class Outline:
-    """A model's tree without its weights."""
+    """A model's tree of components, without its weights."""
 
-    spec: ModelSpec
+    spec: ModelSpec  # the tree
     origin: Origin
-    path: Path | None = None  # the file or folder that it was read from; None for presets and the hub
-    revision: str | None = None  # the hub's commit
-    notes: tuple[str, ...] = ()
+    path: Path | None = None  # the file or folder from which the tree was read; None for presets and the hub
+    revision: str | None = None  # the commit on the hub
+    notes: tuple[str, ...] = ()  # for the user
     texts: Mapping[str, bytes] = field(default_factory=dict)  # small files that are stored inside a weight file
-    assumed: tuple[str, ...] = ()  # notes of sizes that config.json leaves to transformers' defaults
+    assumed: tuple[str, ...] = ()  # notes on sizes that are not in config.json, so that transformers' defaults apply
 
     def __deepcopy__(self, _: object) -> Self:
-        """Return this outline itself. It never changes, and `texts` may be in mapped files, which cannot be copied."""
+        """Return this outline itself. It never changes, and memory-mapped files in `texts` cannot be copied."""
         return self
 
     @property
@@ -41,7 +43,14 @@ class Outline:
 def outline(
     reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False, companions: bool = False
 ) -> Outline:
-    """Return the tree of a reference. `allow_pickle` allows nanoGPT's pickles; `companions` fetches the tokenizer."""
+    """Return a model's tree of components without reading its weights.
+
+    Args:
+        reference: the model.
+        offline: use local files and the hub's cache only.
+        allow_pickle: also read pickles of training programs, such as nanoGPT's.
+        companions: also fetch the tokenizer's files from the hub.
+    """
     resolved = identify(reference)
     if resolved.preset is not None:
         config = resolved.preset.config
@@ -77,7 +86,7 @@ def _outline(resolved: Reference) -> Outline:
 
 
 def _of_hub(resolved: Reference, offline: bool, companions: bool) -> Outline:
-    """Return the tree of a repository, from its config.json or from the header of its GGUF."""
+    """Return the outline of a repository on the hub, from its config.json or from the header of its GGUF."""
     from .hub import NoConfig
     from .remote import only_gguf, read_gguf
 
@@ -92,9 +101,10 @@ def _of_hub(resolved: Reference, offline: bool, companions: bool) -> Outline:
 
 
 def _unfit(resolved: Reference) -> tuple[str, ...]:
-    """Return notes on weights next to a config.json that do not match it, and on tensors that gptkit does not compute.
+    """Compare a folder's weights with its config.json. Return notes for the user.
 
-    Nothing is refused, because the weights may be incomplete yet.
+    The notes say whether the weights do not match the config.json, and which tensors gptkit only copies. A mismatch is
+    no error, because the folder may still be incomplete.
     """
     if not {SINGLE, INDEX} & (resolved.names or frozenset()):
         return ()

@@ -1,7 +1,7 @@
 """Match untrusted regular expressions: a worker of `confinement`, which `patterns` asks.
 
-An expression of a few characters can take Python's `re` longer than the age of the universe. This process is killed
-after a few seconds of processor time.
+Python's `re` can take almost forever for an expression of a few characters. So this process is killed after a few
+seconds of CPU time.
 """
 
 import re
@@ -10,13 +10,13 @@ from typing import Any
 from .confinement import MEMORY, allow
 
 _COSTS = (MEMORY, 2**10, 1.0, 1 / 2**17)
-"""Memory and seconds; see `confinement`."""
+"""The limits of memory and CPU time; see `confinement._Costs`."""
 
 
 def answer(question: dict[str, list[str]]) -> list[int]:
-    """Return, for every name, the index of the first expression that matches the whole name, or -1.
+    """Return, for every name in the question, the index of the first expression that matches it, or -1.
 
-    The question has the expressions and the names.
+    An expression must match at the beginning of the name. The question has the lists "patterns" and "names".
     """
     allow(sum(map(len, (*question["patterns"], *question["names"]))), _COSTS)
     patterns = [re.compile(pattern) for pattern in question["patterns"]]
@@ -28,5 +28,5 @@ def answer(question: dict[str, list[str]]) -> list[int]:
 
 
 def reason(error: BaseException) -> Any:
-    """Return the error of `re` as text."""
+    """Return the text of an error that `re` raised."""
     return f"{error!s:.200}" or type(error).__name__

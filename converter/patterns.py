@@ -1,7 +1,8 @@
 """Match names against untrusted regular expressions.
 
-peft's `rank_pattern` and `alpha_pattern` have regular expressions as keys. Nearly all are plain module names, which are
-matched here. A separate process (`pattern_process`) matches the others, with limits on time and memory.
+peft's settings `rank_pattern` and `alpha_pattern` have regular expressions as keys. Nearly all of them are plain module
+names, and this process matches them. A separate process (`pattern_process`) matches all others, with limits on time and
+memory.
 """
 
 import re
@@ -11,13 +12,13 @@ from ..errors import InvalidInput, shown
 from .confinement import Confined
 
 _PLAIN = re.compile(r"\^?[\w.-]+")
-"""Plain names, in which a dot matches any character. Without repetitions, matching is fast."""
+"""Expressions without repetitions, such as module names, which are always matched fast."""
 _SECONDS = 10.0
 _LONGEST = 4096  # characters of all expressions together
 
 
 def first_matches(where: str, patterns: Sequence[str], names: Sequence[str]) -> list[str | None]:
-    """Return, for every name, the first pattern that matches the name or its end after a dot, or None.
+    """Return, for every name, the first pattern that matches the name or the part of it after any dot, or None.
 
     This is what peft's `get_pattern_key` does. Raises InvalidInput, whose message begins with `where`.
     """

@@ -1,16 +1,17 @@
 """Read files of torch.save and the `.metadata` of distributed checkpoints, without torch and without running any code.
 
-This is a worker of `confinement`, which `pickles` asks. It reads two formats: the archives of torch 1.6 and later,
-whose storages are members of a zip, and the older stream, in which the storages follow the pickle. It does not use
-torch.load(weights_only=True, mmap=True), which takes two seconds to start and checks less
-(tests/converter/test_pickles.py, "what torch's own reader lacks", and `BAD`): for a stream it does not say where a
-tensor is, and for an archive it does not check it.
+This is a worker of `confinement`, which `pickles` asks. torch.save has two formats. torch 1.6 and later write a zip
+archive, in which the data of every storage is a member. Older versions write a stream, in which the data follow the
+pickle. torch.load(weights_only=True, mmap=True) is not used: it takes two seconds to start, does not say where in a
+stream a tensor is, and does not check where in an archive it is (tests/converter/test_pickles.py, "what torch's own
+reader lacks", and `BAD`).
 
-The answer has the dtype, shape, strides and place of every tensor. Nothing that a pickle names is ever imported: a
-fixed list of names stands for objects of this file, and every other name is refused. The answer is JSON, in which
-objects have one key: {"dict": pairs}, {"list": items}, {"tensor": …}, {"other": name}, and {"shard": …} for a rank's
-part of a tensor (a DTensor). Archives of arrays of MLX and numpy (.npz) have no pickles, and are answered in the same
-form.
+A pickle names classes and functions. None of them is ever imported: this file has a stand-in for every allowed name,
+and refuses all other names.
+
+The answer has the dtype, shape, strides and place of every tensor. It is JSON, in which an object has one key that says
+what it is: {"dict": pairs}, {"list": items}, {"tensor": …}, {"shard": …} for a rank's part of a tensor (a DTensor), and
+{"other": name}. The answer for an .npz archive of numpy or MLX, which has no pickle, has the same form.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from typing import IO, Any, BinaryIO, NamedTuple, cast
 from .confinement import MEMORY, allow
 
 _COSTS = (MEMORY, 24, 3.0, 1 / 2**22)
-"""The memory that a pickle's smallest objects take. A pickle of 100,000 tensors takes 4 seconds."""
+"""The limits of memory and CPU time for a pickle; see `confinement._Costs`.
+
+24 bytes per byte of the pickle suffice for the smallest objects. A pickle of 100,000 tensors takes 4 seconds.
+"""
 _MAX_PICKLE = 32 * 2**20
-"""The most bytes of a pickle, which does not have the tensors' data. With 100,000 tensors it has 20 MB."""
+"""The maximum size of a pickle in bytes, without the data of tensors. A pickle of 100,000 tensors has 20 MB."""
 _MAX_VALUES = 2**19
 _MAX_TEXT = 2**25
 _MAX_DEPTH = 32
@@ -39,7 +43,7 @@ _STORAGES = {
     "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32", "Short": "I16",
     "Char": "I8", "Byte": "U8", "Bool": "BOOL", "ComplexFloat": "C64", "ComplexDouble": "C128", "Untyped": "U8",
 }  # fmt: skip
-"""safetensors' names of the element types of torch's storages, by the storage's name without "Storage"."""
+"""The name of a torch storage class without "Storage" -> the name of its dtype in safetensors."""
 
 _ELEMENTS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "complex128": "C128",
@@ -47,7 +51,7 @@ _ELEMENTS = {
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }  # fmt: skip
-"""safetensors' names of torch's dtypes."""
+"""The name of a dtype in torch -> its name in safetensors."""
 
 _NOT_PLAIN = (
     *(f"_rebuild_{name}" for name in ("sparse_tensor", "sparse_csr_tensor", "nested_tensor", "qtensor")),
@@ -55,21 +59,22 @@ _NOT_PLAIN = (
     "_rebuild_meta_tensor_no_storage",
     "_rebuild_wrapper_subclass",
 )
-"""Functions of torch._utils that make tensors without contiguous data in the file."""
+"""Functions of torch._utils that make tensors which are not dense or have no data in the file."""
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 
 
 class _RefusedError(Exception):
-    """The file cannot be read. The text gives the reason."""
+    """This process cannot or must not read the file. The message says why."""
 
 
 # --- the archive -----------------------------------------------------------------------------------------------------
 
 
 def _members(file: _ArchivePart, size: int, writer: str = "torch.save") -> dict[str, tuple[int, int]]:
-    """Return the first byte and length of every member of a zip archive that `writer` made.
+    """Return the place of every member of a zip archive: the offset of its content and its length, both in bytes.
 
-    Raises RefusedError if a member is compressed, or if members overlap.
+    `writer` is the program that writes such archives, for messages. Raises _RefusedError if a member is compressed or
+    encrypted, or if members overlap.
     """
     file.seek(0)
     beginning = file.read(4)
@@ -133,23 +138,23 @@ class _Known(NamedTuple):
 
 
 class _Table(dict[Any, Any]):
-    """An OrderedDict that ignores attributes (a state_dict's `_metadata`)."""
+    """A stand-in for OrderedDict. It ignores attributes, such as `_metadata` of a state dict."""
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
 class _UnreadObject(NamedTuple):
-    """An object that is neither plain data nor a plain tensor."""
+    """A stand-in for a tensor or object that this process does not read."""
 
-    name: str
+    name: str  # the function or class that would make it
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
 class _PickledStorage:
-    """A storage of a pickled tensor: the `nbytes` bytes of the file from byte `start`."""
+    """The place of a torch storage: its data are the `nbytes` bytes of the file from offset `start`."""
 
     def __init__(self, element: str, start: int, nbytes: int) -> None:
         self.element, self.start, self.nbytes = element, start, nbytes
@@ -159,7 +164,7 @@ class _PickledStorage:
 
 
 class _PickledTensor(NamedTuple):
-    """A view of a storage. Offset, shape and strides count elements."""
+    """A tensor, which is a view of a storage. Offset, shape and strides count elements."""
 
     storage: _PickledStorage
     offset: int
@@ -172,7 +177,11 @@ class _PickledTensor(NamedTuple):
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = None) -> _PickledTensor:
-    """Replace torch._utils._rebuild_tensor. The process that asked checks the result against the file."""
+    """Stand in for torch._utils._rebuild_tensor.
+
+    The process that asked checks later that the tensor is inside the file. `element` is the dtype, by default that of
+    the storage.
+    """
     shape, strides = list(shape), list(strides)
     if not isinstance(storage, _PickledStorage) or len(shape) != len(strides) or len(shape) > _MAX_DIMS:
         raise _RefusedError("it makes a tensor differently from torch")
@@ -187,16 +196,23 @@ class _Shard(NamedTuple):
     """A rank's part of a tensor (a DTensor)."""
 
     local: _PickledTensor
+    """The part."""
     shape: list[int]
     """The shape of the whole tensor."""
     placements: list[int | None]
-    """For every dimension of the device mesh, the dimension of the tensor that is split over it; None if replicated."""
+    """For every dimension of the device mesh, the dimension of the tensor that is split over it.
+
+    None means that the tensor is replicated over this dimension of the mesh.
+    """
     coordinate: list[int] | None
     """The rank's position in the mesh, or None if the file does not have it."""
 
 
 def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Replace torch._tensor._rebuild_from_type_v2: return a tensor without its attributes, or a DTensor."""
+    """Stand in for torch._tensor._rebuild_from_type_v2.
+
+    Return a plain tensor without attributes, or a DTensor's part.
+    """
     if isinstance(kind, _Known) and kind.name == "class":
         return make(*args)
     if getattr(kind, "__name__", "") != "DTensor":
@@ -218,7 +234,7 @@ def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """Return an attribute or slot in an object's pickled state, or None."""
+    """Return the value of an attribute in an object's pickled state, or None if it has no such attribute."""
     state = value.state if isinstance(value, _Stand) else value
     parts = state if isinstance(state, tuple) else (state,)
     return next((part[name] for part in parts if isinstance(part, dict) and name in part), None)
@@ -237,7 +253,7 @@ _KNOWN: dict[tuple[str, str], _Known] = {
     )
     for name in names
 }
-"""Every name that a pickle may use, and its stand-in."""
+"""(module, name) of every class and function that a pickle may name -> its stand-in."""
 _KNOWN |= {place: _Known("class") for place in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))}
 _KNOWN["torch.storage", "UntypedStorage"] = _Known("storage", _STORAGES["Untyped"])
 _KNOWN |= {("torch", f"{name}Storage"): _Known("storage", element) for name, element in _STORAGES.items()}
@@ -245,7 +261,7 @@ _KNOWN |= {("torch", name): _Known("dtype", element) for name, element in _ELEME
 
 
 class _ArchivePart:
-    """Bytes `start` to `end` (exclusive) of an open file, as a file object."""
+    """A file object that contains bytes `start` to `end` (exclusive) of another open file."""
 
     def __init__(self, file: BinaryIO, start: int, end: int) -> None:
         self._file, self._start, self._end, self._at = file, start, end, start
@@ -269,11 +285,11 @@ class _ArchivePart:
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler for plain data and tensors that only uses `names`.
+    """An unpickler for plain data and tensors. It imports nothing.
 
-    `places` gives the first byte and length of every storage in an archive. In a stream they are not yet known, so
-    `storages` keeps the storages until they are. This is Python's unpickler in C, which is only safe in confined
-    processes, because one opcode can use any amount of memory.
+    This is Python's unpickler in C, which is only safe in confined processes, because one opcode can use any amount of
+    memory. In a stream, the place of a storage is not yet known when the pickle is read. The attribute `storages` has
+    all storages of a stream, whose places are filled in later.
     """
 
     def __init__(
@@ -283,6 +299,14 @@ class _Reader(pickle.Unpickler):
         places: Mapping[str, tuple[int, int]] | None = None,
         names: Mapping[tuple[str, str], Any] | None = None,
     ) -> None:
+        """Prepare to read the pickle in `file`.
+
+        Args:
+            file: the pickle.
+            prefix: the folder of all members inside the archive, such as "archive/".
+            places: the offset and length of every member of the archive in bytes, by name; None for a stream.
+            names: (module, name) of every class and function that the pickle may name -> its stand-in.
+        """
         super().__init__(file)
         self._prefix, self._places, self._names = prefix, places, _KNOWN if names is None else names
         self.storages: dict[str, _PickledStorage] = {}
@@ -324,12 +348,12 @@ class _Reader(pickle.Unpickler):
 
 
 def _bytes_of(element: str) -> int:
-    """Return the size in bytes of one element of a type. The type's name contains its number of bits."""
+    """Return the size in bytes of one element of a dtype. The name of the dtype contains its number of bits."""
     return 1 if element == "BOOL" else int("".join(filter(str.isdigit, element.partition("_")[0]))) // 8
 
 
 def _load(reader: _Reader) -> Any:
-    """Return the content of the reader's pickle. Raises RefusedError."""
+    """Return the value in the reader's pickle. Raises _RefusedError."""
     try:
         return reader.load()
     except (_RefusedError, MemoryError):
@@ -339,9 +363,10 @@ def _load(reader: _Reader) -> Any:
 
 
 def answer(question: str | tuple[str, int, int | None] | tuple[str]) -> Any:
-    """Return the content of a file as JSON (see above).
+    """Return the content of a file as JSON, in the form that the module's docstring describes.
 
-    The question is a path for `_metadata`, a list of one path for `_arrays`, or (path, start, nbytes) for torch.save.
+    A question with only a path (text) is about `.metadata`, and a list with only a path about an .npz archive. A
+    question (path, start, nbytes) is about a part of a file that torch.save wrote; nbytes is None for a whole file.
     """
     if isinstance(question, str):
         return _metadata(question)
@@ -358,7 +383,7 @@ def answer(question: str | tuple[str, int, int | None] | tuple[str]) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Return an error as text."""
+    """Return a text for the user that says why a file could not be read."""
     if isinstance(error, _RefusedError):
         return str(error)
     if isinstance(error, MemoryError):
@@ -369,7 +394,7 @@ def reason(error: BaseException) -> str:
 
 
 def _allow(nbytes: int) -> None:
-    """Set the limits of memory and time for a pickle of `nbytes` bytes. Raises RefusedError if it is too large."""
+    """Set the limits of memory and CPU time for a pickle of `nbytes` bytes. Raises _RefusedError if it is too large."""
     if nbytes > _MAX_PICKLE:
         raise _RefusedError(f"has a pickle of {nbytes:,} bytes, too many for the names and shapes of tensors")
     allow(nbytes, _COSTS)
@@ -393,7 +418,10 @@ def _archived(file: _ArchivePart, size: int) -> Any:
 
 
 class _Plain:
-    """Converts values to JSON. It stops after `_MAX_VALUES`, because a pickle may refer to one object many times."""
+    """Converts unpickled values to JSON.
+
+    It refuses more than `_MAX_VALUES` values, because a pickle may refer to one object many times.
+    """
 
     def __init__(self) -> None:
         self._values, self._text = _MAX_VALUES, _MAX_TEXT
@@ -430,7 +458,7 @@ _DTYPES = {"f": "F", "i": "I", "u": "U"}
 
 
 def _arrays(path: str) -> dict[str, Any]:
-    """Return the arrays of an .npz file, by name."""
+    """Return the arrays of an .npz file, as the JSON form of a dictionary of tensors."""
     allow(0, _COSTS)
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size
@@ -445,7 +473,14 @@ def _arrays(path: str) -> dict[str, Any]:
 
 
 def _array(name: str, head: bytes, start: int, nbytes: int) -> dict[str, Any]:
-    """Return one array, from the header of its .npy file."""
+    """Return the JSON form of an array from its .npy file inside an .npz file.
+
+    Args:
+        name: the name of the array.
+        head: the first bytes of the .npy file, with its header.
+        start: the offset of the .npy file in the .npz file, in bytes.
+        nbytes: the size of the .npy file.
+    """
     import re
 
     length, at = (head[8:10], 10) if head[6:7] == b"\1" else (head[8:12], 12)
@@ -471,9 +506,9 @@ def _array(name: str, head: bytes, start: int, nbytes: int) -> dict[str, Any]:
 
 
 def _stream(file: BinaryIO, size: int) -> Any:
-    """Read the older format: pickles, followed by the number of elements and the data of every storage.
+    """Return the value in a file of the older format of torch.save. Raises _RefusedError.
 
-    Raises RefusedError.
+    The file has five pickles, followed by the number of elements and the data of every storage.
     """
     file.seek(0)
     part = io.BytesIO(file.read(min(size, _MAX_PICKLE)))
@@ -514,15 +549,16 @@ _BESIDE = (
     *("lightning_fabric.", "lightning_utilities.", "accelerate.", "transformers.", "omegaconf.", "argparse."),
     *("pathlib.", "numpy.", "_codecs.", "enum.", "datetime.", "functools.", "signal.", "types.", "_io."),
 )
-"""Packages whose objects training programs pickle together with weights. Nothing of them is imported; stand-ins that do
-nothing replace their objects.
+"""Packages whose objects training programs pickle together with weights.
+
+Stand-ins replace these objects (`_Stand`). The packages are not imported.
 """
 
 
 class _Stand:
-    """A stand-in for an object of any class. It keeps the state that was pickled."""
+    """A stand-in for an object of any class."""
 
-    state: Any = None
+    state: Any = None  # the pickled attributes of the object
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         return object.__new__(cls)
@@ -560,13 +596,16 @@ _CLASSES = {
     "pathlib._local": ("PosixPath", "WindowsPath"),
 }  # fmt: skip
 _NAMES = {**_KNOWN, **{(path, name): type(name, (_Stand,), {}) for path, names in _CLASSES.items() for name in names}}
-"""Every name that .metadata may use, and its stand-in."""
+"""(module, name) of every class and function that `.metadata` may name -> its stand-in."""
 
 
 def _metadata(path: str) -> list[list[Any]]:
-    """Return [tensors, names of other entries] of `.metadata`. Raises RefusedError, OSError.
+    """Return [tensors, names of other entries] of a distributed checkpoint's `.metadata`.
 
-    A tensor is [name, element type, shape, chunks], and a chunk [offsets, sizes, file, first byte, number of bytes].
+    Raises _RefusedError, OSError.
+
+    A tensor is [name, dtype, shape, chunks]. A chunk is [its offsets in the tensor, its shape, name of the file, offset
+    in the file, number of bytes in the file].
     """
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size

@@ -1,8 +1,8 @@
-"""Read weights in torch's pickled files (pytorch_model.bin, ckpt.pt), if the caller says that the files are trusted.
+"""Read weights in files that torch.save wrote, such as pytorch_model.bin. They contain pickles.
 
-A separate process (`pickle_process`) returns their names, dtypes, shapes and places in the file. All of these are
-checked against the file before they are used. Tensors are memory-mapped, without torch, and the kernel copies those
-that are contiguous.
+Callers must ask the user first whether the files are trusted. A separate process (`pickle_process`) reads the pickle
+and returns the name, dtype, shape and place of every tensor. All of these are checked against the file before they are
+used. The tensors themselves are memory-mapped, without torch.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -30,28 +30,28 @@ _OTHER = {
     b"\x93NUMPY": ("a single array of numpy", "Save all tensors together with numpy.savez, or as safetensors."),
     b"<": ("a text in HTML or XML, as a server sends it in place of a file", "Download the file again."),
 }
-"""Formats of other programs: the first bytes of a file -> the name of its format, and a hint for the user."""
+"""The first bytes of a file in another format -> the name of the format, and a hint for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unplain:
-    """A stand-in for an object in a file that is neither plain data nor a plain tensor."""
+    """A stand-in for an object in a pickle that is neither plain data nor a plain tensor."""
 
-    name: str
+    name: str  # its class, or the function that would make it
 
 
 @dataclass(frozen=True, slots=True)
 class PickledShard:
-    """A rank's part of a tensor. The fields are those of `pickle_process._Shard`."""
+    """A rank's part of a tensor (a DTensor)."""
 
-    local: Stored
-    shape: tuple[int, ...]
-    placements: tuple[int | None, ...]
-    coordinate: tuple[int, ...] | None
+    local: Stored  # the place of the part in the file
+    shape: tuple[int, ...]  # the shape of the whole tensor
+    placements: tuple[int | None, ...]  # see `pickle_process._Shard`
+    coordinate: tuple[int, ...] | None  # the rank's position in the device mesh, if the file has it
 
 
 def pickle_weights(files: Sequence[Path]) -> Weights:
-    """Return the tensors of one or several pickled state dictionaries."""
+    """Return the tensors in files that each contain a pickled state dict. Raises CheckpointError."""
     tensors: dict[str, Stored] = {}
     for path, state in zip(files, unpickled(files), strict=True):
         for name, tensor in named_tensors(path, state):
@@ -64,7 +64,10 @@ def pickle_weights(files: Sequence[Path]) -> Weights:
 
 
 def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
-    """Yield the tensors of a state dictionary. Raises CheckpointError if it contains anything else."""
+    """Yield the names and places of the tensors in a state dict, which was read from `path`.
+
+    Raises CheckpointError if it contains anything else.
+    """
     if not isinstance(state, dict):
         raise not_as_it_is(path, state)
     for name, tensor in state.items():
@@ -78,7 +81,10 @@ def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
 
 
 def unpickled(files: Sequence[Path]) -> Iterator[Any]:
-    """Yield the content of the files: plain data, with `Stored` for tensors and `Unplain` for anything else."""
+    """Yield the content of every file: plain data, with `Stored` for tensors and `Unplain` for other objects.
+
+    Raises CheckpointError.
+    """
     for path in files:
         refuse_pointer(path)
         _refuse_other(path)
@@ -88,7 +94,7 @@ def unpickled(files: Sequence[Path]) -> Iterator[Any]:
 
 
 def arrays(path: Path) -> dict[str, Stored]:
-    """Return the arrays of an .npz file, which contains no pickle. Raises CheckpointError."""
+    """Return the places of the arrays in an .npz file, by name. Raises CheckpointError if it contains other objects."""
     refuse_pointer(path)
     _refuse_other(path)
     tensors: dict[str, Stored] = Unpickler(hint=_ARRAYS_HINT).ask(path, str(path), (str(path.absolute()),), "arrays")
@@ -96,7 +102,7 @@ def arrays(path: Path) -> dict[str, Stored]:
 
 
 def _refuse_other(path: Path) -> None:
-    """Raise CheckpointError if the file is not damaged but has another format, which this module cannot read."""
+    """Raise CheckpointError with a hint if the first bytes of a file are those of another known format."""
     with plain_file(path) as file:
         head = file.read(12)
     known = next((description for begins, description in _OTHER.items() if head.startswith(begins)), None)
@@ -107,21 +113,27 @@ def _refuse_other(path: Path) -> None:
 
 
 class Unpickler:
-    """A process that reads pickles. If it dies, a new one is started.
-
-    `parts` is the number of questions about parts of a file. `hint` is the advice in errors for files that cannot be
-    read.
-    """
+    """A separate process that reads pickles. If it dies, a new one is started."""
 
     def __init__(self, parts: int = 0, hint: str = _HINT) -> None:
+        """Prepare the process, which starts with the first question.
+
+        Args:
+            parts: the number of questions about parts of files that will be asked. The time limit grows with it.
+            hint: the hint of errors about files that cannot be read.
+        """
         self._hint = hint
         self._seconds = _TIMEOUT + _PART * parts
         self._process: Confined | None = None
 
     def ask(self, path: Path, where: str, question: Any, what: str = "weights") -> Any:
-        """Ask the process about a file, and return its answer with tensors as `Stored`.
+        """Ask the process about a file, and return its answer, in which tensors are `Stored`. Raises CheckpointError.
 
-        Errors begin with `where`, and say that `what` cannot be read.
+        Args:
+            path: the path of the file.
+            where: the beginning of error messages.
+            question: the question; see `pickle_process.answer`.
+            what: what the file should contain, for error messages.
         """
         try:
             self._process = self._process or Confined("pickle_process", self._seconds)
@@ -167,7 +179,7 @@ _OTHERS = {
 
 
 def not_as_it_is(path: Path, content: Any) -> CheckpointError:
-    """Return the error for a file that contains more than tensors by name; the caller raises it."""
+    """Return the error for a file whose content is not just a state dict. It says what the file contains."""
     none: tuple[tuple[str, ...], dict[str, Stored], int] = ((), {}, 0)
     where, tensors, entries = max(_dictionaries(content, ()), key=lambda state: len(state[1]), default=none)
     entries_text = _entries(content, (*tensors, *where[:1]))
@@ -190,7 +202,7 @@ def not_as_it_is(path: Path, content: Any) -> CheckpointError:
 
 
 def renamed(names: Sequence[str]) -> str | None:
-    """Return a hint that says which family uses these tensor names, or None if no family does."""
+    """Return a hint for the user that says which model family uses these tensor names, or None if no family does."""
     match = whose(names)
     if match is None:
         return None
@@ -204,7 +216,13 @@ def _names_of(owner: str, prefix: str) -> str:
 
 
 def _way_on(keys: str, prefix: str, only: bool) -> str:
-    """Return advice for the user: how to write a file with only the tensors, under the family's names."""
+    """Return a hint for the user: the Python code that saves only the tensors, under the family's names.
+
+    Args:
+        keys: the keys that lead to the state dict in the file, as text: "['model']".
+        prefix: the prefix to remove from the tensor names.
+        only: whether the state dict also contains other objects, which must be left out.
+    """
     state = f"torch.load(FILE){keys}"
     if prefix or only:
         name = f"k.removeprefix({prefix!r})" if prefix else "k"
@@ -215,7 +233,10 @@ def _way_on(keys: str, prefix: str, only: bool) -> str:
 
 
 def _dictionaries(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Stored], int]]:
-    """Yield a dictionary and all nested ones: the keys that lead to it, its tensors, and its number of entries."""
+    """Yield a dictionary and all dictionaries nested in it.
+
+    For each, yield the keys that lead to it, its tensors by name, and the number of its entries.
+    """
     if not isinstance(value, dict) or len(where) > _DEPTH:
         return
     named = {key: item for key, item in value.items() if isinstance(key, str)}
@@ -225,7 +246,7 @@ def _dictionaries(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[st
 
 
 def _entries(content: Any, without: Collection[str]) -> str:
-    """Return a dictionary's keys with the kinds of their values, except the keys in `without`."""
+    """Describe a dictionary in words: the first keys with the kinds of their values. Keys in `without` are left out."""
     kinds = [(key, value) for key, value in content.items() if key not in without] if isinstance(content, dict) else []
     shown = [(key.name if isinstance(key, Unplain) else str(key), _kind(value)) for key, value in kinds[: 2 * _SHOWN]]
     return ", ".join([f"{_shown(key)} ({kind})" for key, kind in shown] + ["…"] * (len(kinds) > 2 * _SHOWN))

@@ -1,17 +1,20 @@
-"""Read untrusted YAML as plain values, with limits on nesting and aliases."""
+"""Read untrusted YAML as dictionaries, lists and scalars, with limits on nesting and aliases."""
 
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 _MAX_MARKS = 2**6
-"""The most brackets, anchors and tags in a file, because the parser's time grows with their square."""
+"""The maximum number of brackets, anchors and tags in a file. The parser's time grows with its square."""
 _MAX_VALUES = 2**16
-"""The most values in a file, with those of every alias."""
+"""The maximum number of values in a file. The values of an anchor are counted again for each of its aliases."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """PyYAML's loader in Python, with limited recursion. Merge keys are off, because they can copy without limit."""
+    """PyYAML's safe loader, which refuses merge keys (<<), because they can multiply values without limit.
+
+    It is the loader written in Python, not the one in C, because Python limits the depth of recursion.
+    """
 
     def flatten_mapping(self, node: Any) -> None:
         if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
@@ -19,7 +22,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 
 def read_yaml(text: str) -> Any:
-    """Return the value of YAML text. Raises ValueError."""
+    """Return the value that a YAML text describes. Raises ValueError."""
     if sum(map(text.count, "[{&!")) > _MAX_MARKS or text.count("- - ") > _MAX_MARKS:
         raise ValueError("it is nested more deeply than any config")
     try:
@@ -34,7 +37,10 @@ def read_yaml(text: str) -> Any:
 
 
 def _count(value: Any, counted: dict[int, int]) -> int:
-    """Count the values with all aliases written out. A value that contains itself counts as too many."""
+    """Count the values in a value. Aliases are counted as if they were written out.
+
+    A value that contains itself counts as more than `_MAX_VALUES`. `counted` has the counts of values by their id.
+    """
     if not isinstance(value, dict | list | set | tuple):
         return 1
     if id(value) not in counted:

@@ -1,11 +1,15 @@
 """Write a folder that appears complete or not at all.
 
-gptkit writes everything into a sibling folder `.<name>.partial-<pid>-<random>`, with the manifest last, and fsyncs it.
-One rename then makes it the target, which does not change before. A process that has the target's lock knows that other
-partial folders of the target are abandoned. It continues one of the same work, with the files that the journal lists
-and whose sha256 is still right, and removes the others. If a folder is replaced, files that are not part of its
-checkpoint are linked into the new folder before it is published. A target that is a single file (a GGUF) is also made
-in such a folder, without a manifest.
+gptkit writes all files into a *partial folder* next to the target, `.<name>.partial-<pid>-<random>`, with the manifest
+last, and fsyncs them. Then it renames the folder to the target in one step. Before that, the target does not change.
+
+A process that has the target's lock knows that no other process uses the partial folders of this target. If an
+interrupted run for the same work has left one, the process continues in it. It keeps the files that the folder's
+journal lists and whose sha256 is still right. Other partial folders are removed.
+
+If an existing folder is replaced, the user's files in it, which are not part of the checkpoint, are linked into the new
+folder before it is published. A target that is a single file (a GGUF) is also made in a partial folder, without a
+manifest.
 """
 
 from __future__ import annotations
@@ -50,19 +54,26 @@ _OLD = "old"  # a temporary name of the replaced folder, where the system cannot
 
 
 class Staging:
-    """A context manager that makes the folder `target` from the files written into `.path`, at `commit()`.
+    """A context manager for writing a folder. Files are written into the folder `path`, and `commit()` publishes them.
 
-    With `force`, it replaces an existing checkpoint folder in one step. `key` identifies the work: a run continues with
-    the files that an interrupted run with this key has finished. Leaving the block without a commit removes what was
-    written, except after an interruption with a key; a note then says that the finished files remain. Entering raises
-    UsageError if the target may not be made, and GptkitError if another process writes it or the folder cannot be made.
+    Leaving the `with` block without a commit removes the files. But after an interruption, if there is a key, the
+    finished files remain, and a note in the exception says so. Entering the block raises UsageError if the target may
+    not be made, and GptkitError if another process writes it or the folder cannot be made.
 
     Attributes:
         single: None for a folder. For a single file, a function that returns whether an existing file may be replaced.
-        finished: records, by file name, of the files of an interrupted run whose hashes are still right.
+        finished: the hashes of the files that an interrupted run has finished and that are still right, by file name.
     """
 
     def __init__(self, target: Path, force: bool = False, key: str | None = None) -> None:
+        """Remember the options. Nothing is written yet.
+
+        Args:
+            target: the folder or file to make.
+            force: replace an existing checkpoint folder, in one step.
+            key: identifies the work. A run continues with the files that an interrupted run with the same key has
+                finished. None never continues a run.
+        """
         # Not Path.resolve(), because a target that is a symlink must be recognised as one.
         self.target = Path(os.path.abspath(os.path.expanduser(target)))  # noqa: PTH100, PTH111
         self.force = force
@@ -83,7 +94,7 @@ class Staging:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
-        """Lock the target inside a `with`, while the work is prepared and `key` may change.
+        """Lock the target inside a `with`, before this Staging is entered. `key` may still be changed meanwhile.
 
         Raises the same errors as entering the Staging.
         """
@@ -92,7 +103,7 @@ class Staging:
             yield
 
     def check(self) -> None:
-        """Raise the errors that entering the Staging would raise now."""
+        """Raise the errors that entering this Staging would raise now. Nothing is written."""
         with self.reserved():
             pass
 
@@ -111,7 +122,7 @@ class Staging:
         self._leave(error)
 
     def require_space(self, nbytes: int) -> None:
-        """Raise GptkitError unless the disk has `nbytes` free for this user."""
+        """Raise GptkitError unless the disk has `nbytes` bytes of free space for this user."""
         free = shutil.disk_usage(self.path).free
         if free < nbytes:
             raise GptkitError(
@@ -120,7 +131,7 @@ class Staging:
             )
 
     def finish(self, name: str, record: FileRecord) -> None:
-        """Fsync a file of the folder and record it as finished. Any thread may call this."""
+        """Fsync a file in the folder `path` and record it as finished, with its hashes. Any thread may call this."""
         path = self.path
         if not _is_plain(name):
             raise ValueError(f"{name!r} is not a plain file name")
@@ -136,10 +147,14 @@ class Staging:
             raise failed("write", path / name, error) from error
 
     def commit(self, manifest: Mapping[str, object], *, files: Mapping[str, FileRecord] | None = None) -> None:
-        """Publish the folder: fsync all, write manifest.json with these entries, rename, fsync the parent.
+        """Publish the folder: write manifest.json, fsync all files, and rename the folder to the target.
 
-        Files in `files` are not hashed again. Raises GptkitError, UsageError; the target is then unchanged, or new and
-        complete.
+        Args:
+            manifest: entries for manifest.json, in addition to the list of files.
+            files: the hashes of files that are known, by file name. Other files are hashed now.
+
+        Raises:
+            GptkitError, UsageError: publishing failed. The target is unchanged, or new and complete.
         """
         path = self.path
         if clash := {"schema_version", "files", "kept"} & manifest.keys():
@@ -169,10 +184,10 @@ class Staging:
             raise failed("publish", self.target, error) from error
 
     def _keep(self, path: Path) -> list[str]:
-        """Link the user's files of the replaced folder into the new one, and return their names there.
+        """Link the user's files of the replaced folder into the new folder `path`, and return their names there.
 
-        A link copies nothing, and a program may still write the file. If the new checkpoint has a file of the same
-        name, the user's becomes NAME.old. Raises OSError.
+        They are linked, not copied, so a program that is writing such a file can continue. If the new checkpoint has a
+        file of the same name, the user's file gets the name NAME.old. Raises OSError.
         """
         kept, renamed = [], []
         for name in users_files(self.target) if self.target.is_dir() and not self.target.is_symlink() else ():
@@ -188,7 +203,10 @@ class Staging:
         return kept
 
     def _rename(self, path: Path) -> Path | None:
-        """Give `path`, or the single file in it, the target's name. Return the folder to remove afterwards, or None."""
+        """Rename the partial folder `path`, or the single file in it, to the target.
+
+        Return the folder to remove afterwards, such as the replaced one, or None.
+        """
         self._check_target()  # again, because the work since the first check may have taken an hour
         if self.single is not None:
             file = path / self.target.name
@@ -227,7 +245,7 @@ class Staging:
         return aside
 
     def _claim(self, stack: contextlib.ExitStack) -> None:
-        """Lock the target until the stack is closed, and check that it may be made. Raises UsageError, GptkitError."""
+        """Lock the target until `stack` is closed, and check that it may be made. Raises UsageError, GptkitError."""
         require_place(self.target)
         try:
             if self._locked is None:
@@ -272,7 +290,7 @@ class Staging:
             users_files(target)
 
     def _open(self) -> None:
-        """Make the partial folder, or continue in that of an interrupted run with the same key. Remove all others.
+        """Make the partial folder, or take that of an interrupted run with the same key. Remove all other ones.
 
         Raises OSError.
         """
@@ -297,9 +315,10 @@ class Staging:
         return self.target.with_name(f".{self.target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}")
 
     def _siblings(self, kind: str) -> list[Path]:
-        """Return the folders of this user that earlier runs for the same target have left.
+        """Return the temporary folders of this user that earlier runs for the same target have left.
 
-        `kind` is "partial" or "old". Without a lock return none, because a folder may be in use.
+        `kind` is "partial", or "old" for folders with a replaced checkpoint. If the file system has no locks, return an
+        empty list, because another process may use the folders.
         """
         if not self._locked:
             return []
@@ -334,11 +353,12 @@ class Staging:
 def users_files(folder: Path) -> list[str]:
     """Return the relative names of files, links and empty folders that are not part of the checkpoint in a folder.
 
-    A file is part of it if loaders look for it (`is_checkpoints`), or if the manifest lists it with these bytes.
+    A file is part of the checkpoint if loaders look for its name (`is_checkpoints`), or if the manifest lists it with
+    its present size and hash.
 
     Raises:
-        UsageError: there is a pipe, socket or device, which cannot be kept. OSError: also if the manifest cannot be
-            read.
+        UsageError: there is a pipe, socket or device, which gptkit cannot move to another folder. OSError: the folder
+            or its manifest cannot be read.
     """
     listed = _listed_in(folder / MANIFEST)
     kept = []
@@ -361,7 +381,7 @@ def users_files(folder: Path) -> list[str]:
 
 
 def _listed_in(manifest: Path) -> Mapping[str, Any]:
-    """Return the files that a manifest lists; empty if there is no manifest of gptkit."""
+    """Return the entries of the files in a manifest, by file name; empty if this is not a manifest of gptkit."""
     try:
         record = read_manifest(manifest)
     except (FileNotFoundError, ValueError, RecursionError):
@@ -375,7 +395,7 @@ def _listed_in(manifest: Path) -> Mapping[str, Any]:
 
 
 def _is_listed(path: Path, entry: object) -> bool:
-    """Return whether a file has the size and hash of its manifest entry."""
+    """Return whether a file has the size and the hash in its manifest entry."""
     known = read_entry(entry)
     if known is None or not stat.S_ISREG(path.lstat().st_mode):
         return False
@@ -384,7 +404,10 @@ def _is_listed(path: Path, entry: object) -> bool:
 
 
 def _free(folder: Path, name: str) -> str:
-    """Return a free name for a file in a folder. If the path or a part of it is taken, that part becomes NAME.old."""
+    """Return a free path for a file in a folder, relative to it. It is `name`, if this path is free.
+
+    Otherwise the part of the path that is taken is replaced by NAME.old.
+    """
     parts = name.split("/")
     for at in range(1, len(parts) + 1):
         part = folder.joinpath(*parts[:at])
@@ -400,7 +423,10 @@ def _same_bytes(one: Path, other: Path) -> bool:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give a file, link or empty folder a second name. Raises OSError, GptkitError."""
+    """Give a file a second name by a hard link, or copy it if that is not possible. Raises OSError, GptkitError.
+
+    A symbolic link or an empty folder is made again under the second name.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_symlink():
         target.symlink_to(source.readlink())
@@ -415,7 +441,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def require_place(target: Path) -> None:
-    """Raise UsageError unless the target's parent is a folder that can be written to."""
+    """Raise UsageError unless the folder in which the target will be made exists and is writable."""
     parent = target.parent
     if not target.name:
         raise UsageError(f"cannot write to {target}: it is not the name of a folder", "Give the name of a new folder.")
@@ -427,7 +453,10 @@ def require_place(target: Path) -> None:
 
 
 def _list_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, dict[str, object]]:
-    """Fsync every file in `folder` and return their manifest entries, sorted. Files in `known` are not hashed again."""
+    """Fsync every file in `folder`. Return their manifest entries by file name, sorted.
+
+    `known` has the hashes of files that are not hashed again.
+    """
     listed: dict[str, dict[str, object]] = {}
     for name in sorted(walk(folder)):
         path = folder / name
@@ -448,7 +477,10 @@ _RENAME_EXCHANGE = 2
 
 
 def _renameat2(src: Path, dst: Path, flags: int) -> bool:
-    """Call renameat2(2). Return False if the libc, kernel or file system does not have it. Raises OSError."""
+    """Call renameat2(2).
+
+    Return False if the libc, the kernel or the file system does not support it. Raises OSError.
+    """
     import ctypes  # here, because most commands publish nothing
 
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -464,9 +496,10 @@ def _renameat2(src: Path, dst: Path, flags: int) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder that a Staging made, its journal last, so that an interrupted removal can be repeated.
+    """Remove a folder that a Staging made.
 
-    A failure is only logged, because the next Staging tries again.
+    The journal is removed last, so that a later run still recognises the folder if the removal is interrupted. A
+    failure is only logged, because the next run tries again.
     """
     try:
         for entry in folder.iterdir():
@@ -489,7 +522,11 @@ def _size(nbytes: int) -> str:
 
 
 def begin_journal(folder: Path, key: str, finished: Mapping[str, tuple[FileRecord, int]] | None = None) -> None:
-    """Write a folder's journal in one step: its key, then a line with checksum and JSON for every finished file."""
+    """Write the journal of a partial folder in one step.
+
+    It has a line with the key, and a line for every finished file with its name, size and hashes. A line is a checksum
+    and JSON.
+    """
     lines = [_journal_line({"key": key})]
     lines += [_journal_line({"name": name, **file_entry(*known)}) for name, known in (finished or {}).items()]
     path = folder / f"{JOURNAL}.new"
@@ -509,9 +546,9 @@ def _note_finished(folder: Path, name: str, record: FileRecord, nbytes: int) -> 
 
 
 def _resume_journal(folder: Path, key: str) -> dict[str, FileRecord]:
-    """Return the finished files whose hashes are still right, and remove everything else from the folder.
+    """Return the hashes of the finished files that are still right, by name. Remove all other files from the folder.
 
-    The journal is not trusted: names must be plain, and the sha256 of every file is checked. Raises OSError.
+    The journal is untrusted, so names must be plain, and the sha256 of every file is checked. Raises OSError.
     """
     noted = read_journal(folder)[1:]
     known = {name: entry for line in noted if _is_plain(name := line.get("name")) and (entry := read_entry(line))}
@@ -528,7 +565,7 @@ def _resume_journal(folder: Path, key: str) -> dict[str, FileRecord]:
 
 
 def _is_right(path: Path, record: FileRecord, nbytes: int) -> bool:
-    """Return whether a file has the recorded hash and no other process can change it."""
+    """Return whether a file has the recorded sha256 and size, belongs to this user, and has no second hard link."""
     try:
         with open_own(path) as file:
             same = os.fstat(file.fileno()).st_size == nbytes
@@ -551,7 +588,10 @@ def _journal_line(entry: Mapping[str, object]) -> bytes:
 
 
 def read_journal(folder: Path) -> list[dict[str, object]]:
-    """Return the entries of a folder's journal, up to the first damaged line."""
+    """Return the entries of a folder's journal as JSON objects, up to the first damaged line.
+
+    Return an empty list if there is no journal.
+    """
     try:
         with open_own(folder / JOURNAL) as file:
             text = file.read(1 << 30)

@@ -1,8 +1,9 @@
-"""Read quantised weights, which are stored with their scales, as floating-point numbers.
+"""Read quantised weights as floating-point numbers.
 
-The endings of tensor names show which tensors belong together. The method in config.json (`dequantise.METHODS`) says
-which shapes and types fit, and computes the values. They are computed when a tensor is read, some rows at a time, so
-every reader of tensors can read quantised weights, and needs memory only for the rows that it reads.
+Every quantised weight is stored in several tensors: the quantised values, their scales and so on. The endings of tensor
+names show which tensors belong together. The entry in `dequantise.METHODS` for the quantisation method in config.json
+checks their shapes and dtypes, and computes the values. This happens when the weight is read, some rows at a time, so
+it needs memory only for these rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,17 +28,20 @@ _ACTIVATION_SCALES = (
     *("input_scale", "activation_scale", "output_scale", "k_scale", "v_scale"),
     *("input_zero_point", "output_zero_point", "input_global_scale"),
 )
-"""The scales of quantised inputs, outputs and KV caches of layers. gptkit does not use them."""
+"""The names of tensors with scales of activations: inputs, outputs and KV caches. gptkit does not use them."""
 
 
 def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: Path) -> tuple[Weights, str]:
-    """Return the tensors of a checkpoint with dequantised weights, and a note that says so.
+    """Return the tensors of a quantised checkpoint, now dequantised when they are read, and a note for the user.
 
-    The method is the one in config.json, and one of `METHODS`. `dtype` is the result's dtype if the method does not
-    determine it: "F32", or "BF16" (rounded once).
+    Args:
+        weights: the tensors as stored.
+        config: config.json, whose quantisation method must be in `METHODS`.
+        dtype: the dtype of dequantised weights if the method does not determine it: "F32" or "BF16".
+        where: the path of the checkpoint, for messages.
 
     Raises:
-        Quantised: values without scales, scales without values, or shapes, types or settings that do not fit. The
+        Quantised: values without scales, scales without values, or shapes, dtypes or settings that do not fit. The
             message lists all of them.
     """
     settings, description = config["quantization_config"], quantisation(config)
@@ -94,10 +98,15 @@ def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: 
 
 
 def _is_bits(name: str, scheme: Scheme, info: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
-    """Return whether a tensor has the quantised values of a weight.
+    """Return whether a tensor contains the quantised values of a weight, in the given scheme.
 
-    Its ending must be the scheme's. If plain weights have this ending too, the dtype or the scales of the tensor
-    decide.
+    Its name must end with `scheme.bits`. Unquantised weights may have the same ending. Then the tensor must also have
+    the dtype of quantised values, or there must be scales for it.
+
+    Args:
+        name: the name of the tensor.
+        scheme: the scheme.
+        info: the dtype and shape of every tensor in the checkpoint.
     """
     kind = info[name][0]
     if not name.endswith(scheme.bits) or (scheme.kinds and kind not in scheme.kinds):
@@ -108,7 +117,7 @@ def _is_bits(name: str, scheme: Scheme, info: Mapping[str, tuple[str, tuple[int,
 
 
 def _pieces(numbers: Numbers, nbytes: int) -> Iterator[Array]:
-    """Yield the values of a quantised weight in pieces of whole rows, of about `nbytes` bytes."""
+    """Yield the dequantised weight in pieces of whole rows, of about `nbytes` bytes each."""
     *matrices, rows, columns = numbers.shape
     per_row = max(1, columns * DTYPES[numbers.dtype].itemsize)
     step = max(1, nbytes // per_row // numbers.step) * numbers.step

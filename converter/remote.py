@@ -1,9 +1,9 @@
 """Read only the headers of weight files on the hub, by range requests of a few kilobytes.
 
-huggingface_hub has a function for this. But it accepts whatever a server sends for a range, even gigabytes, hardly
-checks the header, and does not check the file's size. gptkit uses the session, addresses and tokens of huggingface_hub
-with checks of its own: it checks the length of a header before it reads it, and closes the connection to a server that
-ignores ranges.
+huggingface_hub has a function for this. But it accepts any number of bytes from the server, hardly checks the header,
+and does not check the file's size. gptkit uses the session, the addresses and the tokens of huggingface_hub, and adds
+checks: it checks the length of a header before reading it, and closes the connection if the server sends more than the
+requested bytes.
 """
 
 import re
@@ -29,7 +29,10 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
 def weight_headers(repository: Repository, allow_pickle: bool = False) -> WeightFiles | None:
-    """Return the headers of a repository's weights, from the cache or by range requests; None for pickles only."""
+    """Return the headers of a repository's weight files, from the cache or by range requests.
+
+    Return None if the weights are pickles, which have no such headers.
+    """
     folder = repository.folder()
     repository.list_files()
     names = repository.weight_names(allow_pickle)
@@ -48,18 +51,25 @@ def weight_headers(repository: Repository, allow_pickle: bool = False) -> Weight
 class _Remote:
     """A file of a repository that is fetched in parts.
 
-    `data` is the beginning of the file that was fetched so far, and `size` the file's size in bytes. `otherwise` is the
-    advice in errors.
+    Attributes:
+        where: the address of the file, for messages.
+        data: the beginning of the file that was fetched so far.
+        size: the size of the whole file in bytes; 0 before the first request.
+        sampled: whether `sample` was called.
     """
 
     def __init__(self, repository: Repository, name: str, otherwise: str) -> None:
+        """Remember the name of the file. `otherwise` is the hint of errors, if the file cannot be read in parts."""
         self._repository, self._name, self._otherwise = repository, name, otherwise
         self.where = f"hf://{repository}/{name}"
         self.data, self.size, self.sampled = b"", 0, False
         self._etag: str | None = None
 
     def upto(self, end: int) -> None:
-        """Fetch the first `end` bytes, or the whole file if it is shorter. Raises InvalidInput, Offline."""
+        """Fetch the file up to byte `end` into `data`, or the whole file if it is shorter.
+
+        Raises InvalidInput, Offline.
+        """
         begin = len(self.data)
         if begin and begin >= min(end, self.size):
             return
@@ -82,7 +92,7 @@ class _Remote:
             )
 
     def sample(self, start: int, end: int) -> bytes:
-        """Fetch bytes `start` to `end` (exclusive), without keeping them. Raises InvalidInput, Offline."""
+        """Fetch and return bytes `start` to `end` (exclusive) of the file. Raises InvalidInput, Offline."""
         self.sampled = True
         data, _, _ = self._read(start, end)
         if len(data) != end - start:
@@ -93,7 +103,12 @@ class _Remote:
         return data
 
     def _read(self, begin: int, end: int) -> tuple[bytes, int | None, str | None]:
-        """Return bytes `begin` to `end` (exclusive), fewer if the file is shorter; the file's size; its etag."""
+        """Request bytes `begin` to `end` (exclusive) of the file.
+
+        Returns:
+            The bytes, fewer if the file is shorter; the size of the whole file, or None if the server does not say; the
+            ETag of the file, or None.
+        """
         repository, name = self._repository, self._name
         range_header = {"Range": f"bytes={begin}-{end - 1}"}
         url = hf_hub_url(repository.repo, name, revision=repository.commit)
@@ -127,7 +142,10 @@ class _Remote:
 
 
 def header_of(repository: Repository, name: str) -> Header:
-    """Read only the header of a file in a repository. Raises InvalidInput, Offline."""
+    """Return the header of a safetensors file in a repository. The rest of the file is not fetched.
+
+    Raises InvalidInput, Offline.
+    """
     path = repository.cached(name)
     if path is not None:
         return read_header(path)
@@ -147,7 +165,7 @@ _GGUF_MOST = 2**27  # bytes of a header; the largest vocabulary with its merges 
 def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
     """Return the name of the only GGUF file in a repository without config.json.
 
-    Raises `why` if there is none, and InvalidInput if there are several, or an adapter.
+    Raises the error `why` if there is none, and InvalidInput if there are several, or if the repository is an adapter.
     """
     names = [sibling.rfilename for sibling in Repository(repo, revision, "", True).siblings()]
     files = sorted(name for name in names if name.endswith(".gguf") and name.isprintable())
@@ -171,7 +189,9 @@ def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
 def read_gguf(
     repo: str, revision: str | None, file: str, *, offline: bool = False
 ) -> tuple[ModelSpec, Origin, str, list[str]]:
-    """Return (spec, origin, commit, notes) of a GGUF file in a repository. Raises InvalidInput, Offline.
+    """Return the tree, its origin, the commit and notes for a GGUF file in a repository. Raises InvalidInput, Offline.
+
+    Only the header is fetched.
 
     A file may store both an embedding and a head. gptkit then compares a few kilobytes of the two to decide whether the
     head is tied, and a note says so.

@@ -6,10 +6,10 @@
     org/name   org/name@rev   hf://…    a repository, at its main branch or at a branch, tag or commit
     hf://org/name/FILE.gguf             a GGUF in a repository, from whose header the tree is read
 
-One listing of a folder shows its kind: a Hugging Face folder, gptkit's own, a tree, or another format. From a
-repository only config.json, safetensors weights and the tokenizer's files are fetched, unless the local cache has them
-at the current commit of the branch. If the hub cannot be reached, gptkit uses the commit in the cache, and a note says
-so. The module `hub` talks to the hub.
+The names of the files in a folder show its format: Hugging Face's, gptkit's own, or another one. From a repository,
+gptkit fetches only config.json, safetensors weights, the tokenizer's files and similar small files, unless the cache
+has them at the current commit of the branch. If the hub cannot be reached, gptkit uses the commit in the cache, and a
+note says so. The module `hub` sends all requests to the hub.
 """
 
 from __future__ import annotations
@@ -45,38 +45,40 @@ _HUB_GGUF = re.compile(r"hf://(?P<repo>[^/@\s]+/[^/@\s]+)(?:@(?P<revision>[^/\s]
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A model reference: the text that the user gave, and its kind."""
+    """A model reference: how the user named a model, and what is known about it."""
 
     text: str
+    """The text that the user gave."""
     kind: Literal["sample", "preset", "path", "hub", "hub file"]
+    """What the text names. A "hub file" is a GGUF in a repository."""
     path: Path | None = None
-    """The local folder or file, once `resolve` has fetched it."""
+    """The local folder or file. For a repository it is None until `resolve` has fetched the files."""
     format: str | None = None
-    """ "hf" (Hugging Face), "local" (gptkit's own), "tree" (without weights), or a name of `formats`."""
+    """ "hf" (Hugging Face), "local" (gptkit's own), "tree" (gptkit's own without weights), or a name in `formats`."""
     source: Path | None = field(default=None, compare=False)
-    """The file or folder from which the tree is read."""
+    """The file or folder from which the tree of components is read, such as config.json."""
     names: frozenset[str] | None = field(default=None, compare=False, repr=False)
     """The names of the folder's files; None for a single file."""
     preset: Preset | None = field(default=None, compare=False)
-    repo: str | None = None
-    revision: str | None = None  # the commit, once it is resolved
-    file: str | None = None
+    repo: str | None = None  # the name of the repository, org/name
+    revision: str | None = None  # the revision in the text; the commit, once `resolve` has asked for it
+    file: str | None = None  # the path of a "hub file" in its repository
     notes: tuple[str, ...] = field(default=(), compare=False)
     repository: Repository | None = field(default=None, compare=False, repr=False)
 
     @property
     def other(self) -> Format | None:
-        """Return the module of its format, or None for Hugging Face's and gptkit's own."""
+        """Return the module that reads the format, or None for the formats of Hugging Face and gptkit."""
         return format_named(self.format) if self.format in FORMATS else None
 
     @property
     def is_own(self) -> bool:
-        """Return whether this is gptkit's own format: the tree is in gptkit.json, and the tensors have shared names."""
+        """Return whether this is gptkit's own format: a gptkit.json with the tree, and gptkit's own tensor names."""
         return self.format in ("local", "tree")
 
 
 def identify(reference: str | Path | Reference) -> Reference:
-    """Identify a reference by its text and the local files, without network. Raises InvalidInput."""
+    """Find out what a model reference names, by its text and local files, without network. Raises InvalidInput."""
     if isinstance(reference, Reference):
         return reference
     text = str(reference)
@@ -121,7 +123,11 @@ def identify(reference: str | Path | Reference) -> Reference:
 
 
 def located(path: Path, text: str | None = None, kind: Literal["sample", "path", "hub"] = "path") -> Reference:
-    """Return the reference of a local path. Raises OSError if it cannot be read, and InvalidInput as `identify`."""
+    """Return the reference for a local file or folder, with its format.
+
+    `text` is the text that the user gave, by default the path. Raises OSError if the path cannot be read, and
+    InvalidInput if it is a pipe or device.
+    """
     names = listing(path)
     reference = partial(Reference, str(path) if text is None else text, kind, path, names=names)
     if names is None and path.suffix == ".json":
@@ -141,7 +147,10 @@ def located(path: Path, text: str | None = None, kind: Literal["sample", "path",
 
 
 def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """Read the tree of a reference or path: (spec, origin, unknown fields). Raises InvalidInput, UntrustedInput."""
+    """Read the config of a model. Return its tree of components, the origin of the tree, and the unknown config fields.
+
+    Raises InvalidInput; UntrustedInput if this needs a pickle.
+    """
     resolved = located(where) if isinstance(where, Path) else where
     assert resolved.path is not None and resolved.source is not None
     if resolved.other is not None:
@@ -151,7 +160,10 @@ def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
 
 
 def quantised(reference: Reference, origin: Origin) -> tuple[str, str | None] | None:
-    """Return how the weights are quantised (see `architectures.config.quantisation`), or None."""
+    """Return how the weights are quantised, according to config.json, or None if they are not quantised.
+
+    For the two texts see `architectures.config.quantisation`.
+    """
     return None if reference.is_own else quantisation(origin.config)
 
 
@@ -164,11 +176,19 @@ def resolve(
     allow_pickle: bool = False,
     check: Callable[[Reference], object] | None = None,
 ) -> Reference:
-    """Resolve a reference, and fetch the files that are not in the cache.
+    """Find the files of a model, and fetch those that are neither local nor in the cache.
 
-    `weights=False` fetches only config.json, and with `companions` the tokenizer's files. `allow_pickle` also fetches
-    .bin weights, if there are no others. `check` is called with the repository's folder before any weight is fetched.
-    Raises InvalidInput, Offline if the network is needed and fails, and GptkitError if the cache's disk is too small.
+    Args:
+        reference: the model.
+        offline: use local files and the hub's cache only.
+        weights: fetch the weights.
+        companions: fetch the tokenizer's files; by default if `weights` are fetched.
+        allow_pickle: fetch .bin weights if there are no others.
+        check: called with the reference of the repository's local folder before any weight is fetched.
+
+    Raises:
+        InvalidInput: there is no such model. Offline: the network is needed and fails. GptkitError: the disk of the
+            cache is too small.
     """
     identified = identify(reference)
     if identified.path is not None:
@@ -213,7 +233,7 @@ def resolve(
 
 
 def _here(text: str) -> Reference | None:
-    """Return the reference of the local path that a text names, or None if there is no such path."""
+    """Return the reference for the local path `text`, or None if there is no such path."""
     path = Path(os.path.expanduser(text))  # noqa: PTH111, because Path's own raises for an unknown user
     try:
         resolved = located(path, text)
@@ -248,7 +268,7 @@ def _config_alone(name: str) -> InvalidInput:
 
 
 def _refuse_name(text: str, within: str | None = None) -> NoReturn:
-    """Raise InvalidInput for a path that does not exist. `within` is the name of a file in a repository."""
+    """Raise InvalidInput for a path that does not exist. The hint suggests hf://WITHIN if `within` is given."""
     file = "" if within is None else f"; for a GGUF there, hf://{within} (gptkit params can read it)"
     raise InvalidInput(
         f"no such file or folder: {text}", f"A model on the hub is named org/name or org/name@revision{file}."
@@ -256,7 +276,10 @@ def _refuse_name(text: str, within: str | None = None) -> NoReturn:
 
 
 def _parse(text: str) -> tuple[str, str | None]:
-    """Split a reference that is no local path into repository and revision (None: the default branch)."""
+    """Split the text of a reference, org/name@revision, into repository and revision (None for the default branch).
+
+    Raises InvalidInput if the text is not such a name.
+    """
     if text.startswith(("http://", "https://")):
         raise InvalidInput(f"{text} is a web address", "Give the repository as org/name, or org/name@revision.")
     name, at, revision = text.removeprefix("hf://").partition("@")

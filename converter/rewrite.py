@@ -1,4 +1,4 @@
-"""Write a checkpoint again with other tensor names. The tensors' bytes stay the same; the index is new."""
+"""Write a copy of a checkpoint with other tensor names. The bytes of the tensors stay the same."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -26,17 +26,17 @@ def rewrite(
     """Write tensors under new names, in the same number of files, and copy the other files.
 
     Args:
-        files: the checkpoint.
+        files: the headers and files of the checkpoint.
         names: the new name of every tensor that is written, by its old name.
         out: the folder to make.
         force: replace an existing checkpoint folder.
-        config: the new config.json; by default it is copied.
-        other: a checkpoint from which tensors are added.
-        from_other: the names of these tensors, which stay the same. They are added to the weight file of `files` if
-            there is only one. Otherwise they are written to files of their own.
+        config: the new config.json; by default the old one is copied.
+        other: another checkpoint, from which tensors are added.
+        from_other: the names of the tensors to add, which keep their names. They are written into the weight file of
+            `files` if there is only one. Otherwise they are written into files of their own.
 
     Raises:
-        CheckpointError: a tensor of a packed type, which cannot be moved.
+        CheckpointError: a tensor has a packed dtype (4 or 6 bits), which gptkit cannot copy.
         UsageError: `out` exists, or cannot be made.
     """
     old_names = {new: old for old, new in reversed(list(names.items()))}  # the first of two tensors with the same name
