@@ -153,7 +153,9 @@ class ChangeGroup:
 
     @cached_property
     def _total(self) -> TensorFigures | None:
-        """Return figures for all changed tensors together: the sums of their sums, and their largest values."""
+        """Return one comparison for all changed tensors of the group, as if they were one tensor; None if there are
+        none.
+        """
         figures = [tensor.figures for tensor in self.changed if tensor.figures is not None]
         names = ("square_a", "square_b", "square", "product")
         total: dict[str, Any] = {name: math.fsum(getattr(x, name) for x in figures) for name in names}

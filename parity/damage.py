@@ -141,12 +141,12 @@ def damage(
     layers: _Pairs | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Damage:
-    """Run both models on a text or on the probe, and compare them.
+    """Run the original and the changed model on a text or on test inputs, and compare them.
 
     Args:
         before: the original.
         after: the changed model.
-        text: token ids of the original's vocabulary; None for the probe.
+        text: token ids of the original's vocabulary; None for the test inputs of `verify` (the probe).
         tokens: the ids of the same tokens before and after a change of the vocabulary.
         most: the largest number of tokens per sequence.
         layers: pairs of corresponding layers; by default those with equal numbers, if both models have as many.

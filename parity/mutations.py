@@ -51,7 +51,10 @@ class Mutation:
     in_code: bool = False  # whether no checkpoint can contain it, so that there is nothing to repair in one
 
     def mend(self, spec: ModelSpec, weights: Weights) -> Mutant | None:
-        """Apply the repair. Return the repaired component tree and weights, or None if it is not possible."""
+        """Apply the repair of this mistake to a model.
+
+        Return the repaired component tree and weights, or None if the repair is not possible.
+        """
         return (self.undo or self.apply)(spec, weights)
 
 

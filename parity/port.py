@@ -75,14 +75,15 @@ class PortVerification:
 
     @property
     def imprecise(self) -> bool:
-        """Return whether the port's rounding errors are larger than the reference's, by the same
-        bound as in `verify`.
+        """Return whether the rounding errors of the user's port are larger than the reference's.
+
+        The bound is the same as in `verify`.
         """
         return not self.rounding[1] <= IMPRECISE * self.rounding[0]
 
     @property
     def passed(self) -> bool:
-        """Return whether the port computes the reference's function."""
+        """Return whether the user's port computes the same function as the reference, up to rounding."""
         return self.verdict != "different"
 
     def as_json(self) -> dict[str, Any]:
@@ -91,13 +92,16 @@ class PortVerification:
 
     @property
     def first(self) -> PortMatch | None:
-        """Return the first component of the reference that no module of the port computes; None if there is none."""
+        """Return the first component of the reference that no module of the user's port computes; None if there is
+        none.
+        """
         return next((match for match in self.matches if match.place.parts), None)
 
 
 def load_port(reference: str) -> nn.Module:
-    """Import `package.module:callable` from the working directory, call it, and return its torch module. Raises
-    UsageError if that fails.
+    """Import `package.module:callable` from the working directory, call it, and return the user's torch module.
+
+    Raises UsageError if that fails.
     """
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
@@ -276,7 +280,7 @@ def verify_port(
 
 @dataclass(frozen=True)
 class _Place:
-    """The comparison of a port with the reference by component, on one batch."""
+    """The comparison of a user's module (the port) with the reference, component by component, on one batch."""
 
     watched: Sequence[Tap]  # the compared places in gptkit's model
     matches: tuple[PortMatch, ...]  # the nearest module of the port for each component
@@ -284,9 +288,9 @@ class _Place:
     outputs: Mapping[str, Tensor]  # the outputs of the port's modules by name, (N, features)
 
     def explained(self, tree: ModelSpec, weights: Weights) -> bool:
-        """Return whether a mistake explains the first difference.
+        """Return whether a mistake explains the first difference between the reference and the user's port.
 
-        `tree` and `weights` are the model with the mistake. It explains the difference if its output at the first
+        `tree` and `weights` are the reference with the mistake. It explains the difference if its output at the first
         component that differs equals the output of a module of the port.
         """
         part = next((match.place for match in self.matches if match.place.parts), None)
@@ -299,7 +303,7 @@ class _Place:
 
 
 def _ignores_masks(port: nn.Module, batches: Sequence[ProbeBatch], logits: Sequence[Tensor]) -> bool:
-    """Return whether a port with a mask argument gives exactly the same logits without a mask."""
+    """Return whether a user's port that takes an attention mask gives exactly the same logits without it."""
     padded = [
         (batch, port_logits)
         for batch, port_logits in zip(batches, logits, strict=True)
@@ -325,10 +329,10 @@ def _references(source: Checkpoint) -> Iterator[tuple[StreamedModel, StreamedMod
 
 
 def _logits(model: nn.Module, batch: ProbeBatch, takes_mask: bool, masked: bool = True) -> Tensor:
-    """Return a port's logits at tokens without padding, (N, V), from any supported kind of return value.
+    """Return the logits of a user's port at tokens without padding, (N, V), from any supported kind of return value.
 
     Args:
-        model: the port.
+        model: the user's torch module (the port).
         batch: the input.
         takes_mask: whether the port's forward method has an argument `attention_mask`.
         masked: whether to give the mask to the port.
@@ -357,10 +361,10 @@ def _logits(model: nn.Module, batch: ProbeBatch, takes_mask: bool, masked: bool 
 
 
 def _outputs(model: nn.Module, batch: ProbeBatch, takes_mask: bool) -> dict[str, Tensor]:
-    """Return the output and the first input of every module of the port, (N, features) in fp64.
+    """Return the output and the first input of every submodule of a user's port, (N, features) in fp64.
 
-    The keys are the module's name for the output, and the name with " (input)" for the input. Modules that only return
-    the port's logits are left out.
+    The keys are the submodule's name for the output, and the name with " (input)" for the input. Submodules that only
+    return the port's logits are left out.
     """
     seen: dict[str, Tensor] = {}
 
@@ -383,13 +387,13 @@ def _outputs(model: nn.Module, batch: ProbeBatch, takes_mask: bool) -> dict[str,
 def _matches(
     watched: Sequence[Tap], batch: ProbeBatch, reference: tuple[Any, Any], outputs: Sequence[Mapping[str, Tensor]]
 ) -> list[PortMatch]:
-    """Return, for each component of the reference, the module of the port with the nearest output.
+    """Return, for each component of the reference, the submodule of the user's port with the nearest output.
 
     Args:
         watched: the compared components.
         batch: the input.
         reference: the reference model in fp64 and in fp32, which measures its rounding.
-        outputs: the outputs of the port's modules in fp64 and in fp32.
+        outputs: the outputs of the port's submodules in fp64 and in fp32.
     """
     with quiet():
         narrow = _seen(reference[1], watched, False, batch)
@@ -434,7 +438,7 @@ def _seen(model: Any, watched: Sequence[Tap], ours: bool, batch: ProbeBatch) -> 
 
 
 def _near(wanted: Tensor, outputs: Mapping[str, Tensor]) -> list[tuple[float, str, slice]]:
-    """Compare a component's output `wanted` (N, F) with the outputs of the port's modules (N, F').
+    """Compare a component's output `wanted` (N, F) with the outputs (N, F') of the submodules of a user's port.
 
     Returns:
         For each output with F' ≥ F: the relative difference, the name of the output, and the F consecutive features

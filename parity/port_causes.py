@@ -45,7 +45,7 @@ class PortMistake:
 
 @dataclass(frozen=True)
 class Differing:
-    """A port that differs from the reference, with the logits of both."""
+    """A user's port that differs from the reference, with the logits of both."""
 
     spec: ModelSpec  # the reference's component tree
     weights: Weights  # the reference's weights in fp64
@@ -58,7 +58,7 @@ class Differing:
 
     @property
     def enough(self) -> float:
-        """Return the largest difference of logits that may remain if a mistake explains the port.
+        """Return the largest difference of logits that may remain if a mistake explains the user's port.
 
         It is not zero, because a port's fp32 rotary tables round differently with the mistake than without it.
         """
@@ -66,7 +66,7 @@ class Differing:
 
 
 def causes(port: Differing, notes: list[str]) -> list[PortMistake]:
-    """Return the mistake, or the two mistakes, with which the reference gives the port's logits.
+    """Return the mistake, or the two mistakes, with which the reference gives the logits of the user's port.
 
     If there is no such mistake, return those that explain the first component that differs. If some mistakes cannot be
     tried, the reason is added to `notes`.
@@ -119,11 +119,11 @@ class _CauseJudge:
         return run_tree(spec, weights, self.inputs, self.masked)
 
     def explains(self, mutant: Mutant) -> bool:
-        """Return whether the reference with a mistake gives the port's logits on every input."""
+        """Return whether the reference with a mistake gives the logits of the user's port on every input."""
         return largest_gap(self.wanted, self.logits(*mutant), self.enough) <= self.enough
 
     def difference(self, spec: ModelSpec, weights: Weights) -> float:
-        """Return the largest difference between the port's logits and those of the changed reference."""
+        """Return the largest difference between the logits of the user's port and those of the changed reference."""
         return largest_gap(self.wanted, self.logits(spec, weights))
 
     def record(self, names: Sequence[str], mutant: Mutant) -> PortMistake:

@@ -84,7 +84,9 @@ class _Limit:
 
 
 def limits(*specs: ModelSpec) -> list[_Limit]:
-    """Return the attention windows and original contexts of all given models, the shortest first."""
+    """Return the attention windows and the original contexts (of scaled RoPE) of all given models,
+    the shortest first.
+    """
     nodes = [node for spec in specs for node in spec.components()]
     names = {"window": "window", "original_context": "original context"}
     sizes = {(getattr(node, field, None), name) for node in nodes for field, name in names.items()}
@@ -101,7 +103,7 @@ def longest(*specs: ModelSpec, supported: int | None = None) -> int | None:
 
 
 def passed(limit: _Limit, most: int | None, long: bool) -> bool:
-    """Return whether the probe has a sequence that is long enough to show a limit.
+    """Return whether the test inputs (the probe) have a sequence that is long enough to show a limit.
 
     Args:
         limit: a window or an original context.
@@ -112,7 +114,7 @@ def passed(limit: _Limit, most: int | None, long: bool) -> bool:
 
 
 def vocabulary(spec: ModelSpec) -> int:
-    """Return the number of token ids that the probe chooses from.
+    """Return the number of token ids that random test inputs are chosen from.
 
     For a model whose encoder and decoder have different vocabularies, this is the size of the larger one.
     """
@@ -127,11 +129,11 @@ def probe(
     supported: int | None = None,
     seed: int = 0,
 ) -> list[ProbeBatch]:
-    """Return the batches of the probe for one model, or for several models with the same vocabulary.
+    """Return the test inputs for one model, or for several models with the same vocabulary.
 
     Args:
         spec: the model's component tree.
-        others: the component trees of further models. The probe has sequences beyond the windows and contexts of all.
+        others: the component trees of further models. There are sequences beyond the windows and contexts of all.
         long: add sequences beyond windows and contexts of more than 1,024 tokens.
         up_to: add a sequence of this number of tokens, and none that is longer.
         supported: the largest number of tokens that transformers' class can process. No sequence is longer than this,
@@ -323,9 +325,9 @@ class Scope:
     most: int | None = None  # the largest number of tokens of a sequence
 
     def probe(self) -> list[ProbeBatch]:
-        """Return the probe in ids of the original's vocabulary. It has only tokens of both vocabularies.
+        """Return the test inputs (the probe) in ids of the original's vocabulary.
 
-        Sequences are cut to `most` tokens.
+        They have only tokens of both vocabularies. Sequences are cut to `most` tokens.
         """
         spec, common_ids = self.before, None
         if self.tokens is not None:

@@ -28,9 +28,7 @@ from .probe import AFFORDABLE, LONG, SMALL, TABLES, ProbeBatch, limits, longest
 
 @dataclass(frozen=True)
 class MistakeScore:
-    """The result of making deliberate mistakes: the names of the mistakes that the probe detects, and of those that it
-    misses.
-    """
+    """The result of making deliberate mistakes: which of them the test inputs detect, and which they miss."""
 
     caught: tuple[str, ...]  # detected with the checkpoint's own weights
     caught_random: tuple[str, ...]  # detected only with random weights
@@ -62,14 +60,14 @@ _QUIET = 0.05
 def try_mistakes(
     source: Checkpoint, batches: Sequence[ProbeBatch], asked: bool, stream: bool, notes: list[str], up_to: int | None
 ) -> MistakeScore:
-    """Make deliberate mistakes and return which of them the probe detects.
+    """Make deliberate mistakes and return which of them the test inputs detect.
 
     The mistakes are made in the model itself if it is small, or if `asked` is true. Otherwise, and always with
     `stream`, they are made in a small copy.
 
     Args:
         source: the model.
-        batches: the probe.
+        batches: the test inputs (the probe).
         asked: whether the user asked for mistakes in the model itself.
         stream: whether the model runs one layer at a time.
         notes: notes for the user, to which this function adds.
@@ -105,15 +103,15 @@ def score(
     unprobed: Sequence[str] = (),
     up_to: int | None = None,
 ) -> MistakeScore:
-    """Make every applicable mistake in a model, and check whether the probe detects it.
+    """Make every applicable mistake in a model, and check whether the test inputs detect it.
 
-    Mistakes that it does not detect are made again with random weights: first on the probe, and then on other inputs
-    that suit the model (`_plain_inputs`). A mistake counts as missed if only those other inputs show it.
+    Mistakes that they do not detect are made again with random weights: first on the same inputs, and then on other
+    inputs that suit the model (`_plain_inputs`). A mistake counts as missed if only those other inputs show it.
 
     Args:
         spec: the model's component tree.
         weights: its weights in fp64.
-        batches: the probe.
+        batches: the test inputs (the probe).
         unprobed: the names of mistakes that are not made.
         up_to: the longest sequence that matters, in tokens.
     """
@@ -127,9 +125,10 @@ def score(
 
 
 def _plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[ProbeBatch]:
-    """Return random tokens, with and without padding, that are longer than the model's windows and original contexts.
+    """Return random tokens, with and without padding.
 
-    Windows and contexts of more than `AFFORDABLE` tokens are left out.
+    The sequences are longer than the model's attention windows and the original context of scaled RoPE. Windows and
+    contexts of more than `AFFORDABLE` tokens are left out.
     """
     lengths = [LONG, *(limit.beyond for limit in limits(spec) if limit.tokens <= AFFORDABLE)]
     most = [length for length in (longest(spec), up_to) if length is not None]

@@ -132,7 +132,10 @@ def _forth_and_back(source: Checkpoint) -> BytesVerdict:
 
 
 def _rows(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> np.ndarray:
-    """Return which rows differ, as booleans (rows,). Rows of two dtypes are compared by value, else by bytes."""
+    """Return which rows of two tables differ, as booleans (rows,).
+
+    Rows are compared by bytes or, if the dtypes differ, by value.
+    """
     step = max(1, (1 << 20) // max(math.prod(a.shape[1:]), 1))
     differing = np.zeros(len(a), bool)
     for start in range(0, len(a), step):

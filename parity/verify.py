@@ -145,12 +145,14 @@ class Verification(Shown):
 
     @property
     def passed(self) -> bool:
-        """Return whether the models are the same, and the probe detects every deliberate mistake."""
+        """Return whether the models are the same, and the test inputs detect every deliberate mistake."""
         return self.same and not (self.score is not None and self.score.missed)
 
     @property
     def exit_code(self) -> int:
-        """Return 0 for a pass, 3 if the models are not the same, and 6 if the probe missed deliberate mistakes."""
+        """Return 0 for a pass, 3 if the models are not the same, and 6 if the test inputs missed
+        deliberate mistakes.
+        """
         return 0 if self.passed else 6 if self.same else 3
 
     def as_json(self) -> dict[str, Any]:
@@ -462,7 +464,7 @@ def _attention(source: Checkpoint, path: str | None) -> Kernel:
 def _batches(
     source: Checkpoint, target: Checkpoint, prompts: Sequence[str], long: bool, up_to: int | None
 ) -> tuple[list[ProbeBatch], list[str]]:
-    """Return the batches of the probe and of the prompts, and notes for the user."""
+    """Return the test inputs and the prompts as batches, and notes for the user."""
     specs = (source.spec,) if target is source else (source.spec, target.spec)
     supported = None if source.architecture is None else source.architecture.takes(source.spec)
     table = longest(*specs, supported=supported)
@@ -514,13 +516,13 @@ def _batches(
 def _untested_lengths(
     specs: Sequence[ModelSpec], table: int | None, supported: int | None, long: bool
 ) -> Iterator[str]:
-    """Yield notes about sequence lengths that the probe does not reach, and at which the models may differ.
+    """Yield notes about sequence lengths that the test inputs do not reach, and at which the models may differ.
 
     Args:
         specs: the component trees of the models.
         table: the longest sequence that the models can process, in tokens; None for any.
         supported: the longest sequence that transformers' class supports.
-        long: whether the probe has sequences beyond long windows and contexts.
+        long: whether the test inputs have sequences beyond long windows and contexts.
     """
     for limit in limits(*specs):
         if not passed(limit, table, long):
