@@ -350,7 +350,7 @@ class Flops(Record):
 
     @property
     def head_of_last(self) -> int:
-        """Return the FLOPs of the head for the last token, which is all that a prefill needs."""
+        """Return the FLOPs of the head for the last token. A prefill needs only the logits of this token."""
         return self.products["head"] // self.tokens
 
 

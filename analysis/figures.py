@@ -123,7 +123,7 @@ class CostFigures:
     fits: Fits | None = None
     """The contexts and batches that fit on a GPU."""
     split: Split | None = None
-    """The memory per GPU on several GPUs."""
+    """The memory per GPU, if the model is split over several GPUs."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures that the user wants as plain JSON values, by name. Numbers are integers."""

@@ -255,9 +255,9 @@ class Architecture:
     read: Callable[[ConfigReader], ModelSpec]
     """Returns the ModelSpec that a config.json describes."""
     write: Callable[[ModelSpec], dict[str, Any]]
-    """Returns the config fields that describe a ModelSpec. It may assume that the model has only components of `kinds`.
-    If the fields cannot express the model, it need not notice: `config_for` reads the fields back and refuses a model
-    that comes back different. For a component of the wrong kind, `of_kind` raises an error."""
+    """Returns the config fields that describe a ModelSpec. It may assume that the model has only components of `kinds`,
+    and it can check a component's kind with `of_kind`. It need not notice that the fields cannot express the model:
+    `config_for` reads the fields back and refuses a model that comes back different."""
     leaves: tuple[Leaf, ...]
     """A table of all tensors that the family's checkpoints may have."""
     draw: Callable[[Random], Config] = _not_drawn

@@ -20,7 +20,8 @@ ROWS = (8, 24, 40, 64)
 """Random widths of experts. torch's grouped matrix product needs rows whose size is a multiple of 16 bytes."""
 CONTEXTS = (16, 40, 256)
 TABLE = 256
-"""The context length of random models with a table of position embeddings. Tests use no longer texts."""
+"""The context length of random models with a table of position embeddings. Texts in tests must not exceed this
+length."""
 WINDOWS = (1, 2, 3, 8, 17, 300)
 
 

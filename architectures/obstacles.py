@@ -301,9 +301,12 @@ def _unknown(kinds: Kinds, node: Any, path: str = "") -> Iterator[Obstacle]:
 
 
 def _obstacles(spec: ModelSpec, back: ModelSpec, zero: Zero) -> Iterator[Obstacle]:
-    """Yield the differences between a model and the model that a target reads back, with their remedies.
+    """Yield the differences between two models, and how each could be removed without changing the function.
 
-    `zero` is that of `express`.
+    Args:
+        spec: a model.
+        back: the model that a target reads back after it has written `spec`.
+        zero: returns whether all values of a bias are zero, given its parameter name.
     """
     hard = [Obstacle(*difference) for difference in differences(without_rounding(spec), without_rounding(back))]
     paths = {obstacle.path for obstacle in hard}
@@ -327,7 +330,8 @@ def _tensors(places: Mapping[str, Sequence[tuple[str, Component]]], flag: Obstac
     """Yield the names of the bias tensors that a model would not have if the field of an obstacle were false.
 
     Args:
-        places: the components of the model with their paths, grouped by the path that an obstacle in them may have.
+        places: paths that an obstacle may have -> the components of the model at this path, with their own paths. All
+            experts of a mixture have the same path in obstacles.
         flag: the obstacle. Its field says that there are biases.
     """
     place, _, name = flag.path.rpartition(".")
