@@ -118,9 +118,8 @@ class Layout:
         return replace(self, checkpoint=rest, stack=None)
 
     def repeats(self, sizes: _Sizes) -> int:
-        """Return the number of sets of shared tensors, such as the number of experts.
-
-        It is the extent of the axis `stack`, or 1.
+        """Return how many sets of parameters the tensor contains: one per expert if it has an axis of experts
+        (`stack`), or 1.
         """
         return 1 if self.stack is None else sizes[self.stack]
 
