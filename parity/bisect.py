@@ -203,11 +203,11 @@ def _rows(leaf: BoundLeaf, part: int) -> Tensor:
 
 
 def watching(model: nn.Module, watched: Sequence[Tap], ours: bool, see: Callable[[int, Tensor], None]) -> ExitStack:
-    """Call `see` with a place's index and its value whenever the model computes the value.
+    """Call `see` for each of the compared places whenever the model computes the value there.
 
     Args:
         model: gptkit's model or transformers'.
-        watched: the places.
+        watched: the compared places.
         ours: whether the model is gptkit's.
         see: gets a place's index in `watched` and the value, before later code can change the value in place.
 

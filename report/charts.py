@@ -237,7 +237,7 @@ def _cache_summary(
 
 
 def _one_line(one: _Points, other: _Points) -> bool:
-    """Return whether two lines coincide up to the end of the shorter one."""
+    """Return whether two lines of a chart coincide up to the end of the shorter one."""
     first, second = dict(one), dict(other)
     shared = first.keys() & second.keys()
     return len(shared) > 1 and all(first[length] == second[length] for length in shared)

@@ -176,7 +176,7 @@ class _Canvas:
             self._down(end, turn + 1, points[3][1])
 
     def _box(self, box: Box) -> None:
-        """Draw the words of a node, with a border if it has weights."""
+        """Draw the text of an operation (a node of the graph), with a border if it has weights."""
         if box.node.op == "add":
             self._write(box.left, box.top, box.lines[0], "bold")
             return

@@ -40,7 +40,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Code:
-    """A command to be copied."""
+    """A command in an HTML page, which the reader can copy."""
 
     kind: ClassVar[str] = "code"
     text: str
@@ -48,7 +48,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Table:
-    """A table."""
+    """A table in an HTML page."""
 
     kind: ClassVar[str] = "table"
     caption: str

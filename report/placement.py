@@ -48,7 +48,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Area:
-    """A rectangle."""
+    """A rectangle in a drawing."""
 
     left: int
     top: int

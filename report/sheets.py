@@ -115,15 +115,16 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Terminal:
-    """The properties of the terminal that a report depends on."""
+    """The width of the terminal that a report is drawn for, and whether it has only ASCII characters."""
 
     width: int  # in characters
     ascii_only: bool
 
     def table(self, words: Sequence[str], numbers: Sequence[str], rows: Iterable[SheetRow] = ()) -> Table:
-        """Return a table for rich with the columns `words`, which may wrap, and then right-aligned columns `numbers`.
+        """Return a table of the library rich.
 
-        The first cell of a row is its label.
+        It has the columns `words`, which may wrap, and then the right-aligned columns `numbers`. The first cell of a
+        row is its label.
         """
         table = Table(
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, GAP - 1, 0, 0), pad_edge=False, header_style="bold"
