@@ -90,8 +90,8 @@ def bias(size: int) -> Weight:
 
 
 Misread = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""A function that returns the component's parameters as a port with a certain mistake would read them. It maps torch
-tensors by name to torch tensors by the same names."""
+"""A function that returns the component's parameters as a faulty conversion would read them. It maps torch tensors by
+name to torch tensors by the same names."""
 
 
 KINDS: dict[str, type[Component]] = {}
@@ -114,7 +114,8 @@ class Component(
     notes: ClassVar[tuple[str, ...]] = ()
     """The fields that are only information, such as `context_length`. They change nothing that is computed."""
     forgotten: ClassVar[Mapping[str, str]] = {}
-    """Names for a common mistake of ports: a port ignores a field, which then has its default. Field -> name."""
+    """Field -> name of the mistake of ignoring this field, so that it has its default. Implementations of a model often
+    make this mistake. Fields that are not listed have a general name for it."""
     rows: ClassVar[str] = ""
     """The letter for the number of rows of the component's tables in formulas, such as "V" (see `letters`). It is empty
     if the component has no tables."""
@@ -126,8 +127,8 @@ class Component(
     """The fields that matter only for some sequence lengths, such as `window`, and a neutral value for each of them.
     A comparison that ignores these fields sets them to the neutral values in both trees."""
     usual: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {}
-    """Wrong values that ports often use because other models have them. Field -> (name of the mistake, wrong values).
-    The name contains {}, which is replaced by the wrong value."""
+    """Field -> (name of the mistake, wrong values). Other implementations of the model often use these values, because
+    similar models have them. {} in the name is replaced by the wrong value."""
     computed_in: ClassVar[str] = ""
     """The full name of the Python module with the torch code of this kind. Only kinds that plugins define must set
     it."""
@@ -297,7 +298,7 @@ class Component(
     def small(self, hidden: int) -> Self:
         """Return a small copy for a residual stream of width `hidden`, with few heads, hidden units and experts.
 
-        A port can make the same mistakes with the copy as with the component, so tests need no large model.
+        The mistakes of `slips`, `disorder` and `misread` are possible in the copy too, so tests need no large model.
         """
         widths = {name: hidden for name in ("hidden_size", "size") if name in self.__struct_fields__}
         return self._with_parts(lambda part: part.small(hidden), **widths)
@@ -313,7 +314,7 @@ class Component(
         return msgspec.structs.replace(self, **{n: changed(getattr(self, n)) for n in self.__struct_fields__} | fields)
 
     def slips(self) -> dict[str, Self]:
-        """Return copies of the component with one wrong field, as in a faulty port, by the name of the mistake.
+        """Return copies with one wrong field, as in a faulty implementation of the model, by the name of the mistake.
 
         Some mistakes have an opposite, such as a RoPE base that is too large or too small. The name of the opposite
         ends in ", the other way round". See `parity.mutations`.

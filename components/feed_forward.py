@@ -328,9 +328,10 @@ LAYER_INPUTS = "layer_inputs.summed"
 
 
 def _another(activation: Activation) -> Activation:
-    """Return a wrong activation, as a faulty port may use it: "gelu_tanh" instead of GELU, and GELU instead of others.
+    """Return a wrong activation, as a faulty implementation may use it.
 
-    gelu_10 counts as GELU, because it equals GELU below 10.
+    This is gelu_tanh if the right activation is GELU, and otherwise GELU.
+    gelu_10 is treated like GELU, because it equals GELU below 10.
     """
     return "gelu_tanh" if function_of(activation) in ("gelu", "gelu_10") else "gelu"
 

@@ -188,7 +188,7 @@ class Mamba2(Mixer, Component, frozen=True):
         def exchanged(one: str, other: str) -> Misread:
             """Return a function that exchanges the parameters of two projections and of their convolutions.
 
-            A faulty port may make this mistake.
+            A faulty conversion of a checkpoint may make this mistake.
             """
             names = {f"{one}_proj": f"{other}_proj", f"{other}_proj": f"{one}_proj"}
             names |= {f"{one}_conv": f"{other}_conv", f"{other}_conv": f"{one}_conv"} if one in _MIXED else {}

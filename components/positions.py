@@ -293,7 +293,7 @@ class Biasing(Position, frozen=True):
 
 PAIRED_HALVES = "RoPE pairs element 0 with d/2 instead of 1"
 PAIRED_NEIGHBOURS = "RoPE pairs element 0 with 1 instead of d/2"
-"""The names of two mistakes of ports: RoPE rotates the wrong elements together (see `Rotary.pairs`)."""
+"""The names of two mistakes of implementations: RoPE rotates the wrong elements together (see `Rotary.pairs`)."""
 
 
 class Rotary(Turning, Component, frozen=True):

@@ -106,7 +106,7 @@ class RGLRU(Mixer, Component, frozen=True):
 
     def misread(self) -> dict[str, Misread]:
         def exchanged(one: str, other: str) -> Misread:
-            """Return a function that exchanges the parameters of two linear layers, as a faulty port may do."""
+            """Return a function that exchanges the parameters of two linear layers, as a faulty conversion may do."""
             names = {one: other, other: one}
             return lambda own: {f"{n}.{w}": own[f"{names[n]}.{w}"] for n in names for w in ("weight", "bias")}
 

@@ -62,7 +62,7 @@ class ShortConvolution(Mixer, Component, frozen=True):
 
     def misread(self) -> dict[str, Misread]:
         def gates(own: Mapping[str, Any]) -> dict[str, Any]:
-            """Exchange the parameters of the projections b and c, as a faulty port may do."""
+            """Exchange the parameters of the projections b and c, as a faulty conversion may do."""
             names = {"before_proj": "behind_proj", "behind_proj": "before_proj"}
             return {f"{names[n]}.{w}": own[f"{n}.{w}"] for n in names for w in ("weight", "bias") if f"{n}.{w}" in own}
 

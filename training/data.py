@@ -241,8 +241,8 @@ class TextFile:
     def pieces(self) -> Iterator[tuple[str, bool]]:
         """Yield pairs of a piece of text and whether this piece is the last one of its document.
 
-        Every line of a .jsonl file is a document. Any other file is one document. Raise InvalidInput if the file cannot
-        be read as such.
+        Every line of a .jsonl file is a document. Any other file is one document. Raise InvalidInput if the file is not
+        text in UTF-8, or if a line of a .jsonl file is not valid.
         """
         self.read, self.digest = 0, hashlib.sha256()
         try:

@@ -359,7 +359,7 @@ class _Course:
         return bool(stopped)
 
     def _note(self, step: TrainingStep) -> None:
-        """Write the measurements of a step to metrics.jsonl, and call `tell` in every process."""
+        """Record the measurements of a step, also in metrics.jsonl, and call `tell` in every process."""
         self.run.add(step)
 
         def write() -> None:  # `tell` may write files too, which may fail in the first process alone

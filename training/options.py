@@ -17,8 +17,9 @@ HELD_OUT = 0.05
 WINDOWS = 16
 """The default number of windows per step, if that leaves enough steps."""
 STEPS, FURTHER = 1000, 250
-"""The approximate number of steps for a small budget in tokens by default, from random weights and from a checkpoint.
-With few tokens, a model learns far more from many small steps than from a few large ones.
+"""With a small budget in tokens, the default batch is so small that a run has about this number of steps: `STEPS` from
+random weights, and `FURTHER` from a checkpoint. With few tokens, a model learns far more from many small steps than
+from a few large ones.
 """
 
 

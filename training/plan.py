@@ -1,7 +1,7 @@
 """Read the plan of an ablation: variants of one model, and the training budget of every run.
 
     name = "positions"
-    base = "sample:gpt2"         # a reference, or a table with the values of a config.json
+    base = "sample:gpt2"         # a model's name or path, or a table with the values of a config.json
     tokens = 500_000             # per run; or flops = 1e13; a list runs every variant at every budget
     seeds = 3
 

@@ -1,7 +1,8 @@
 """Check the files of a stopped run against its settings before the run is resumed.
 
-Anyone can edit the files of a stopped run. Every figure in them follows from the settings or is stored twice:
-`state.json` has the progress of the run, and `metrics.jsonl` has a line for every step until then.
+Anyone can edit the files of a stopped run, so gptkit checks that they agree with each other. `state.json` has the
+progress of the run, and `metrics.jsonl` has a line for every step so far. Every number in them is stored in both files
+or follows from the settings.
 """
 
 import math

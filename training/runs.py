@@ -59,7 +59,7 @@ class Outcome(Record):
     rate: float
     """AdamW's highest learning rate."""
     tried: Trials = ()
-    """The trials that chose the rate. There are none if the rate was given, or follows from a rule."""
+    """The trials that chose the rate. There are none if the user gave the rate, and for the floor."""
 
     @property
     def kl(self) -> float:
