@@ -1,6 +1,7 @@
-"""The doubts about a draft: properties that tensor names, shapes and config fields do not determine.
+"""The doubts about a draft: properties of a family that tensor names, shapes and config fields do not determine.
 
-A doubt has options: the values that the property has in other families. This file needs no torch.
+A draft is a first definition of an unknown family. A doubt names one of its properties, and has options: the values
+that the property has in other families. This file needs no torch.
 """
 
 import math
@@ -36,7 +37,12 @@ def doubts_of(
 ) -> Iterator[Doubt]:
     """Yield the uncertain properties of a draft, each with other values to try. The likeliest to be wrong come first.
 
-    `rivals` are the other supported families, the one most similar to the checkpoint first.
+    Args:
+        draft: The draft.
+        config: The checkpoint's config.json.
+        names: The checkpoint's tensor names and shapes.
+        rivals: The other supported families, the one most similar to the checkpoint first.
+        words: The tensor names and config fields of the supported families.
     """
     roles = {role for field in draft.fields.values() for role in field.role.split()}
     spec = tree_of(draft, config)
@@ -54,9 +60,10 @@ def doubts_of(
 
 
 def _whole_families(draft: Draft, roles: set[str], rivals: Sequence[Donor]) -> Doubt:
-    """Return the doubt about all undetermined arguments together.
+    """Return one doubt about all arguments of the draft that neither tensor names nor config fields determine.
 
-    Each of its options copies these arguments from one other family with the same norm.
+    Each of its options copies all these arguments from one other family with the same kind of norm. `roles` are the
+    properties that config fields give.
     """
     options = []
     for donor in [rival for rival in rivals if rival.decoder.norm is draft.arguments["norm"]]:
@@ -78,7 +85,7 @@ def _whole_families(draft: Draft, roles: set[str], rivals: Sequence[Donor]) -> D
 
 
 def _rotary(draft: Draft, words: KnownNames) -> Iterator[Doubt]:
-    """Yield the doubts about the details of the rotary positions, if the draft has rotary positions."""
+    """Yield the doubts about details of RoPE, such as the order of pairs. Without RoPE in the draft, yield nothing."""
     if draft.arguments["rotary"] is None:
         return
     rotaries = [donor.decoder.rotary for donor in words.donors if donor.decoder.rotary is not None]
@@ -89,7 +96,10 @@ def _rotary(draft: Draft, words: KnownNames) -> Iterator[Doubt]:
 
 
 def _field_meanings(draft: Draft, config: Mapping[str, Any], roles: set[str], words: KnownNames) -> Iterator[Doubt]:
-    """Yield a doubt about the meaning of each config field. Its options are the field's meanings in other families."""
+    """Yield one doubt for each config field of the draft. Its options are the field's meanings in other families.
+
+    `roles` are the properties that config fields give to the draft, such as "heads".
+    """
     for name, field in draft.fields.items():
         options = [
             one for one in words.fields.get(name, []) if (one.value.role, one.value.read) != (field.role, field.read)
@@ -104,9 +114,9 @@ def _field_meanings(draft: Draft, config: Mapping[str, Any], roles: set[str], wo
 
 
 def _by_layer(draft: Draft, config: Mapping[str, Any], rivals: Sequence[Donor], words: KnownNames) -> Doubt:
-    """Return the doubt about how differences between layers are read from the config.
+    """Return the doubt about how the family reads from the config in what its layers differ.
 
-    Its options do this as other families do, or read no differences.
+    One option for each other family copies its way to read this. Another option is that layers do not differ.
     """
     donors = [
         donor for donor in (draft.skeleton, *rivals) if donor.decoder.layers not in (None, draft.arguments["layers"])
@@ -121,9 +131,10 @@ def _by_layer(draft: Draft, config: Mapping[str, Any], rivals: Sequence[Donor], 
 
 
 def _fixed(draft: Draft, roles: set[str], words: KnownNames) -> Iterator[Doubt]:
-    """Yield the doubts about properties ("roles") that no config field gives.
+    """Yield the doubts about properties that are constant in a family, so that no config field gives them.
 
     Their options are the constants in other families. The property that is constant in most families comes first.
+    `roles` are the properties that config fields give to the draft.
     """
     fixed = draft.arguments["fixed"]
     for role, meanings in sorted(words.fixed().items(), key=lambda item: -sum(one.votes for one in item[1])):
@@ -145,15 +156,19 @@ def _fixed(draft: Draft, roles: set[str], words: KnownNames) -> Iterator[Doubt]:
 
 
 def _layers_of(donor: Donor, rotary: RotaryKind) -> dict[str, Any]:
-    """Return the patch that copies from a family how it reads differences between layers from the config."""
+    """Return the patch with which a draft reads differences between layers from the config as the family `donor` does.
+
+    `rotary` are the rotary arguments that the draft gets if the family has RoPE.
+    """
     patch: dict[str, Any] = {f"arguments.{name}": getattr(donor.decoder, name) for name in ("layers", "written")}
     return patch | {"arguments.rotary": None if donor.decoder.rotary is None else rotary}
 
 
 def undecided(draft: Draft, config: Mapping[str, Any]) -> Draft:
-    """Return the draft with a TODO for every doubt that matters but cannot be decided without transformers' class.
+    """Add a TODO to a draft for every doubt that matters. This is for a model type that transformers does not have.
 
-    A doubt matters if some of its options compute another function of the same tensors.
+    Without transformers' class, the options of a doubt cannot be compared. A doubt matters if one of its options
+    computes another function of the same tensors.
     """
     todo, now = dict(draft.todo), tree_of(draft, config)
     for doubt in draft.doubts:
@@ -174,7 +189,10 @@ def _differs(tree: ModelSpec, now: ModelSpec) -> bool:
 
 
 def _gate_or_up(draft: Draft, names: Names, words: KnownNames) -> Iterator[Doubt]:
-    """Yield the doubt which of two matrices is the gate projection, unless some family has their names."""
+    """Yield the doubt which of two matrices of a gated feed-forward is the gate projection.
+
+    If some supported family has the names of these matrices, they are not in doubt.
+    """
     parts = [f"blocks.{{layer}}.feed_forward.{part}_proj.weight" for part in ("gate", "up")]
     templates = {leaf.names[0]: template for template, leaf in draft.leaves.items() if len(leaf.names) == 1}
     if not {*parts} <= templates.keys() or any(words.of_tensor(names.key(templates[part])) for part in parts):
@@ -185,10 +203,9 @@ def _gate_or_up(draft: Draft, names: Names, words: KnownNames) -> Iterator[Doubt
 
 
 def _as_many(leaf: Leaf, shape: Shape, counts: Mapping[str, int]) -> bool:
-    """Return whether a tensor of this shape can store all parameters that `leaf` names.
+    """Return whether a tensor of this shape has the same number of elements as the parameters that `leaf` stores in it.
 
-    It must have the same number of elements as these parameters together. `counts` has their numbers of elements by
-    name. If one is unknown, the answer is True.
+    `counts` has the numbers of elements of the parameters, by name. If one is unknown, the answer is True.
     """
     sizes = [counts.get(name.format(layer=0, expert=0)) for name in leaf.names]
     known = [count for count in sizes if count is not None]
@@ -198,9 +215,18 @@ def _as_many(leaf: Leaf, shape: Shape, counts: Mapping[str, int]) -> bool:
 def _readings(
     template: str, shape: Shape, spec: ModelSpec | None, missing: set[str], draft: Draft, words: KnownNames
 ) -> Iterator[tuple[str, Patch]]:
-    """Yield the parameters that a tensor with an unknown name may store, in words and as a patch of the draft.
+    """Yield the parameters that a tensor with an unknown name may store, as options of a doubt.
 
-    Tensors that fuse several parameters come first, and then the parameters that most families have.
+    An option is a description, and a patch of the draft. Tensors that fuse several parameters come first, and then the
+    parameters that most families have.
+
+    Args:
+        template: The tensor's name, with "{layer}" for the layer number.
+        shape: The shape of the tensor.
+        spec: The component tree that the draft reads from the config, if it can.
+        missing: The parameters of this tree that no other tensor stores.
+        draft: The draft.
+        words: The tensor names of the supported families.
     """
     ending, used_names = template.rpartition(".")[2], shared_names(draft.leaves)
     counts = {} if spec is None else {parameter.name: parameter.count for parameter in cut(spec).parameters()}

@@ -1,4 +1,4 @@
-"""The `draft` command: write a family's definition from a checkpoint's config.json and the headers of its weights."""
+"""The `draft` command: write the definition of an unknown family from a checkpoint's config.json and weight headers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,18 +28,18 @@ class Proof(NamedTuple):
 
 @dataclass(frozen=True)
 class Drafted(Record):
-    """A definition file of a family, and the results of its tests."""
+    """A definition file that `draft` wrote for a family, and the results of its tests."""
 
     JSON = "path=file model_type skeleton proofs=proofs_as_json place tried kept todo"
 
     path: Path
     model_type: str
-    skeleton: str  # the supported family that it is based on
+    skeleton: str  # the supported family on which the definition is based
     proofs: tuple[Proof, ...]  # the results of the four tests of `gptkit.testing`
     place: tuple[str, ...]  # the component where logits start to differ, and the cause, as `gptkit verify` prints them
     tried: int  # the number of drafts that were compared with transformers' class
     kept: tuple[str, ...]  # the changes to the first draft that these comparisons chose, in words
-    todo: tuple[str, ...]  # open questions
+    todo: tuple[str, ...]  # open questions about the family, for the user
 
     @property
     def passed(self) -> bool:
@@ -110,7 +110,7 @@ def draft(
 def _read(
     reference: str | Path, offline: bool, allow_pickle: bool
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Return a checkpoint's config.json, and the names and shapes of its tensors."""
+    """Return the fields of a checkpoint's config.json, and the shapes of its tensors by name."""
     identified = identify(reference)
     if identified.preset is not None or identified.kind == "hub file":
         raise InvalidInput(f"{reference} is not a checkpoint with tensors", "Give a folder, or org/name on the hub.")
@@ -157,7 +157,10 @@ def _read(
 
 
 def _asked(question: dict[str, Any]) -> dict[str, Any]:
-    """Ask the confined process that runs `drafting.trial`, and return its answer."""
+    """Run `drafting.trial` in a confined process (`converter.confinement`). Return its answer to `question`.
+
+    Raises the error that the process reports, or GptkitError if it took too much time or memory.
+    """
     reply = Confined(["-P", "-m", "gptkit.drafting.trial"], _SECONDS).ask(question)
     if reply is None or "error" in reply:
         reason = "it took too much time or memory" if reply is None else reply["error"]

@@ -1,6 +1,6 @@
-"""Guesses of what the fields of a config.json mean, and of the other arguments of a family's definition.
+"""Guess what the fields of an unknown family's config.json mean, and the other arguments of the family's definition.
 
-They are taken from the supported families: from the nearest family first, and then from all others. This file needs
+The guesses come from the supported families: from the nearest family first, and then from all others. This file needs
 neither torch nor weights.
 """
 
@@ -40,9 +40,16 @@ def fields_of(
     words: KnownNames,
     why: dict[str, str],
 ) -> tuple[dict[str, Field], dict[str, Any]]:
-    """Return the meanings of the config fields by name, and other arguments of `DecoderFamily.architecture`.
+    """Guess the meanings of config fields. Return them by field name, and arguments of `DecoderFamily.architecture`.
 
-    The reasons for the meanings are added to `why`. `skeleton` is the nearest supported family.
+    Args:
+        config: The checkpoint's config.json.
+        names: The checkpoint's tensor names and shapes.
+        leaves: Which parameters the tensors store, by tensor name.
+        known: transformers' classes for the model type, if there are any.
+        skeleton: The nearest supported family.
+        words: The tensor names and config fields of the supported families.
+        why: The reasons for the meanings are added to this dictionary.
     """
     table = _FieldTable(config, names, leaves, known, skeleton, words, why)
     table.add_skeleton_fields()
@@ -69,7 +76,7 @@ def fields_of(
 
 
 class _FieldTable:
-    """The meanings of the fields of one config.json, as far as they are determined.
+    """The meanings of the fields of one config.json, as far as they are known.
 
     They come from the nearest supported family, then from the other families, and then from the shapes of the tensors.
     """
@@ -104,9 +111,9 @@ class _FieldTable:
                 self._add(name, meaning, f"as {self.skeleton.family.name} reads it")
 
     def add_or_declare(self, name: str, value: Any) -> None:
-        """Add a field with its meaning in most families, or else declare the field irrelevant or refused.
+        """Add a field with the meaning that it has in most families, or declare it irrelevant, or refuse other values.
 
-        It is declared as the nearest family declares it, or else as most families do.
+        It is declared as in the nearest family, if that declares it, or else as in most families.
         """
         if name in self.fields or name in COMMON_IRRELEVANT or name in COMMON_REFUSED or name in self.aliases:
             return
@@ -130,9 +137,9 @@ class _FieldTable:
             self.refused[name] = self.words.refused[name][0].value
 
     def add_sizes(self) -> None:
-        """Add config fields for sizes, such as the hidden size, that none of the fields so far gives.
+        """Find config fields for sizes that are still missing, such as the hidden size, by their values.
 
-        If the tensors' shapes show the size, and exactly one other config field has this value, that field is added.
+        If the tensors' shapes show the size, and exactly one unknown config field has this value, that field is added.
         """
         roles = self._roles()
         for role in [role for role in _SIZES if role not in roles and role in self.facts]:
@@ -143,7 +150,7 @@ class _FieldTable:
                 self._add(alike[0], Field(role, number), f"{number} is {where}")
 
     def used_aliases(self) -> dict[str, tuple[str, ...]]:
-        """Return the aliases in transformers of the fields that the family reads, by field."""
+        """Return the other names that transformers has for the config fields that the family reads, by field."""
         by_field: dict[str, tuple[str, ...]] = {}
         for name, to in self.aliases.items():
             by_field[to] = (*by_field.get(to, ()), name)
@@ -175,9 +182,9 @@ class _FieldTable:
 
 
 def _facts(names: Names, leaves: Mapping[str, Leaf]) -> dict[str, tuple[int, str]]:
-    """Return the sizes that names and shapes of tensors determine: "layers", "vocab", "hidden" and "intermediate".
+    """Return the sizes that tensor names and shapes show: "layers", "vocab", "hidden" and "intermediate".
 
-    Each size has a phrase that says where it comes from.
+    Each size comes with a phrase that says where it was found.
     """
     facts = {"layers": (names.layers, "the number of layers in the tensor names")}
     plain = {leaf.names[0]: template for template, leaf in leaves.items() if leaf.layout == IDENTITY}
@@ -195,9 +202,9 @@ def _facts(names: Names, leaves: Mapping[str, Leaf]) -> dict[str, tuple[int, str
 
 
 def with_default(meaning: Field, name: str, config: Mapping[str, Any], known: Known | None) -> Field:
-    """Return the meaning of a config field with the default that transformers' config class has for it.
+    """Give the meaning of a config field the default value that the field has in transformers' config class.
 
-    If there is no such class, a number has no default, so configs without the field are refused.
+    If there is no such class, a number gets no default, so that configs without the field are refused.
     """
     kind, inner = type(meaning.default), name.partition(".")[2]
     if known is None or inner:
@@ -238,7 +245,10 @@ def arguments_of(
     words: KnownNames,
     why: dict[str, str],
 ) -> dict[str, Any]:
-    """Return the arguments of `DecoderFamily` other than its config fields. The reasons are added to `why`."""
+    """Guess the arguments of `DecoderFamily` other than its config fields. The reasons are added to `why`.
+
+    The other arguments are those of `fields_of`, and `fields` its result.
+    """
     shared, donor = shared_names(leaves), skeleton.decoder
     templates = {name: template for template, leaf in leaves.items() for name in leaf.names}
     arguments: dict[str, Any] = {}
@@ -283,9 +293,10 @@ def _norm_arguments(
     words: KnownNames,
     why: dict[str, str],
 ) -> dict[str, Any]:
-    """Return the arguments for the places of norms in a block, and for their kind (LayerNorm or RMSNorm).
+    """Guess the places of the norms in a block, and their kind (LayerNorm or RMSNorm), as arguments of `DecoderFamily`.
 
-    `templates` has the checkpoint's tensor names, with "{layer}" for the layer number, by gptkit's parameter names.
+    `templates` has for gptkit's parameter names the checkpoint's tensor names, with "{layer}" for the layer number.
+    `donor` is the nearest family. Reasons are added to `why`.
     """
     blocks = {name.removeprefix("blocks.{layer}.") for name in templates}
     norms = tuple(place for place in _PLACES if f"{place}.weight" in blocks)
@@ -308,10 +319,10 @@ def _norm_arguments(
 
 
 def _head_norms(names: Names, templates: Mapping[str, str], heads: Any, why: dict[str, str]) -> str:
-    """Return the argument for norms of queries and keys.
+    """Guess the kind of norms of queries and keys, as an argument of `DecoderFamily`.
 
     "" means that there are none, "own" a weight of its own for every head, "whole" one norm over all heads together,
-    and "same" one weight that all heads share.
+    and "same" one weight that all heads share. `heads` is the number of heads.
     """
     query = templates.get("blocks.{layer}.attention.q_norm.weight")
     if query is None:
@@ -323,13 +334,16 @@ def _head_norms(names: Names, templates: Mapping[str, str], heads: Any, why: dic
 
 
 def _value(config: Mapping[str, Any], known: Known | None, fields: Mapping[str, Field], role: str) -> Any:
-    """Return the value that the config gives for a role (a property in gptkit's words, such as "heads")."""
+    """Return the value of a property, such as "heads", in the config, or else transformers' default.
+
+    `fields` says which config field gives which property.
+    """
     name = next((name for name, meaning in fields.items() if role in meaning.role.split()), "")
     return config.get(name, known.defaults.get(name) if known else None)
 
 
 def has(arguments: Mapping[str, Any], role: str) -> bool:
-    """Return whether a dotted role, such as "attention.window", names a field of a component of the draft."""
+    """Return whether the draft's components have a property, such as "attention.window" (component kind and field)."""
     part, _, name = role.partition(".")
     kinds = {"norm": arguments["norm"], "feed_forward": arguments["inner"], "attention": arguments["mixer"]}
     if part == "mixture":
@@ -338,9 +352,9 @@ def has(arguments: Mapping[str, Any], role: str) -> bool:
 
 
 def rotary_of(kind: RotaryKind, config: Mapping[str, Any], known: Known | None, words: KnownNames) -> RotaryKind:
-    """Return the rotary arguments with the base and the rotated share of a head that transformers' config class has.
+    """Return the arguments for RoPE with the defaults of transformers' config class for the base and the rotated share.
 
-    They also get the name of the config field that gives the rotated share.
+    If only a share of a head is rotated, the name of the config field for this share is added.
     """
     stated = {**(known.defaults if known else {}), **config}
     inner = stated.get("rope_parameters") or {}

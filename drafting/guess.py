@@ -1,8 +1,8 @@
-"""The first draft of an unknown family, from a config.json and a checkpoint's names and shapes. No torch, no weights.
+"""Guess a first draft of an unknown family's definition from config.json and the checkpoint's tensor names and shapes.
 
 The draft has the arguments of the nearest supported family, except where names, shapes and config fields contradict
-them. Properties that names, shapes and fields do not determine become doubts (`Draft.doubts`), with the values of other
-families as options.
+them. Properties that these do not determine become doubts (`Draft.doubts`), with the values of other families as
+options. This file needs neither torch nor weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,6 +26,12 @@ _LOOKED_AT = 12  # the number of nearest families whose tree is compared
 
 def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known | None, words: KnownNames) -> Draft:
     """Return a first draft of the definition of a checkpoint's family.
+
+    Args:
+        config: The checkpoint's config.json.
+        shapes: The shapes of the checkpoint's tensors, by name.
+        known: transformers' classes for the model type, if there are any.
+        words: The tensor names and config fields of the supported families.
 
     Raises:
         CheckpointError: there are no layers, or the config does not match the tensors.
@@ -62,9 +68,9 @@ def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known |
 
 
 def _fitted(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
-    """Try the options of a draft's doubts one by one. Keep those with which the draft explains more of the checkpoint.
+    """Try the options of a draft's doubts one by one, and keep an option if the draft then fits the checkpoint better.
 
-    That is, those with which more tensor names, shapes and config fields agree.
+    It fits better if it explains more tensor names, shapes and config fields.
     """
     best = _strangeness(draft, config, names)
     for doubt in [doubt for doubt in draft.doubts if doubt.what != UNDETERMINED] * 2:
@@ -78,7 +84,7 @@ def _fitted(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
 
 
 def _strangeness(draft: Draft, config: Mapping[str, Any], names: Names) -> float:
-    """Return how badly a draft fits a checkpoint: 0 if it explains all tensor names, shapes and config fields."""
+    """Return how badly a draft fits a checkpoint. It is 0 if it explains all tensor names, shapes and fields."""
     unread = _unread(draft, config)
     spec = None if unread is None else tree_of(draft, config)
     if unread is None or spec is None or len(spec.blocks) != names.layers:
@@ -97,7 +103,10 @@ def _strangeness(draft: Draft, config: Mapping[str, Any], names: Names) -> float
 
 
 def _ranked(config: Mapping[str, Any], names: Names, words: KnownNames) -> list[Donor]:
-    """Return the families that a draft may start from, the one with the most similar tensor names and fields first."""
+    """Return the supported families on which a draft can be based, the most similar one to the checkpoint first.
+
+    Similar families have many of the same tensor names, shapes and config fields.
+    """
     keys = {names.key(template) for template in names.shapes}
     fields = config.keys() - COMMON_IRRELEVANT.keys() - COMMON_REFUSED.keys()
 
@@ -117,9 +126,9 @@ def _ranked(config: Mapping[str, Any], names: Names, words: KnownNames) -> list[
 
 
 def _fit(donor: Donor, config: Mapping[str, Any], names: Names) -> float:
-    """Return how well a family explains a checkpoint if it reads the config itself, from 0 to 1.
+    """Return how well the definition of a supported family fits a checkpoint, from 0 to 1.
 
-    This is the share of tensor names that the family also has for this config, with equal shapes.
+    This is the share of tensor names that the family also has when it reads the checkpoint's config, with equal shapes.
     """
     try:
         spec = donor.decoder.read(donor.family.reader(config))
@@ -135,7 +144,10 @@ def _fit(donor: Donor, config: Mapping[str, Any], names: Names) -> float:
 
 
 def _agreement(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> float:
-    """Return the share of all tensor names of two checkpoints that both have, with equal shapes, from 0 to 1."""
+    """Return the share of tensor names that two checkpoints have in common, with equal shapes, from 0 to 1.
+
+    Arguments are the shapes of their tensors by name.
+    """
     return len(ours.items() & theirs.items()) / max(len(ours.keys() | theirs.keys()), 1)
 
 
@@ -143,9 +155,10 @@ def _agreement(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> float:
 
 
 def _leaves(names: Names, skeleton: Donor, words: KnownNames) -> tuple[dict[str, Leaf], dict[str, str]]:
-    """Return which parameters the checkpoint's tensors store (their leaves) by name template, and the reasons.
+    """Guess which parameters the checkpoint's tensors store. Return this by tensor name, and the reasons.
 
-    The leaves that `skeleton`, the nearest family, also has come first, in its order.
+    Tensors that `skeleton`, the nearest family, also has come first, in its order. In names, "{layer}" stands for the
+    layer number.
     """
     by_template, why, used_names = dict[str, Leaf](), dict[str, str](), set[str]()
     meanings = {template: words.of_tensor(names.key(template)) for template in names.shapes}
@@ -171,9 +184,10 @@ def _leaves(names: Names, skeleton: Donor, words: KnownNames) -> tuple[dict[str,
 
 
 def _gate_and_up(names: Names, leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, Leaf]]:
-    """Yield leaves for the gate and up projections, if exactly two matrices with unknown names can be these.
+    """Find the gate and up projections by their shape, if no family has their names. Yield them by tensor name.
 
-    Both have the transposed shape of the down projection. The one whose name sorts first becomes the gate projection.
+    Both have the transposed shape of the down projection. There must be exactly two such matrices, and the one whose
+    name sorts first becomes the gate projection.
     """
     stem = "blocks.{layer}.feed_forward."
     down = next((name for name, leaf in leaves.items() if leaf.names == (f"{stem}down_proj.weight",)), None)
@@ -191,9 +205,9 @@ def _gate_and_up(names: Names, leaves: Mapping[str, Leaf]) -> Iterator[tuple[str
 
 
 def _as_named(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
-    """Return the draft with the biases and the tied or untied head that the tensor names show.
+    """Correct the draft by the tensor names: whether there are biases, and whether the head is tied.
 
-    The tensor names win over config fields that say something else.
+    Tensor names overrule config fields that say something else.
     """
     shared, todo, why = shared_names(draft.leaves), dict(draft.todo), dict(draft.why)
     spec = tree_of(draft, config)
@@ -239,7 +253,7 @@ def _as_named(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
 
 
 def _unread(draft: Draft, config: Mapping[str, Any]) -> list[str] | None:
-    """Return the config fields that the draft neither reads nor declares irrelevant or refused.
+    """Return the fields of a config that the draft neither reads nor declares irrelevant or refused.
 
     Return None if the draft cannot read the config.
     """
@@ -257,10 +271,10 @@ def _unread(draft: Draft, config: Mapping[str, Any]) -> list[str] | None:
 
 
 def accounted(draft: Draft, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Draft:
-    """Return the draft with a TODO for everything in the checkpoint that it does not explain.
+    """Add a TODO to the draft for everything in the checkpoint that it does not explain.
 
-    These are config fields that nothing reads, and tensors that do not fit. The draft also refuses all values of such a
-    field but the checkpoint's.
+    These are tensors that do not fit, and config fields that nothing reads. For such a field, the draft also refuses
+    all values except the checkpoint's.
     """
     todo = {place: question for place, question in draft.todo.items() if not place.startswith(_ACCOUNTS)}
     known, names, before = draft.known, names_of(shapes), draft.more["refused"]
@@ -302,7 +316,7 @@ def accounted(draft: Draft, config: Mapping[str, Any], shapes: Mapping[str, Shap
 
 
 def _misfits(draft: Draft, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Iterator[str]:
-    """Describe the differences between the tensors that the draft expects and those of the checkpoint."""
+    """Yield a description of the first tensor that differs from the draft, or of the tensors that are left over."""
     spec = tree_of(draft, config)
     if spec is None:
         return

@@ -1,4 +1,7 @@
-"""The draft of a family, with its doubts and open questions. This file needs neither torch nor weights."""
+"""The record of a draft: the definition of an unknown family, with doubts and open questions.
+
+This file needs neither torch nor weights.
+"""
 
 import re
 from collections.abc import Mapping
@@ -33,28 +36,28 @@ _NUMBERED = re.compile(r"(?P<of>^blocks|experts)\.[0-9]+\.")
 
 
 class Known(NamedTuple):
-    """The classes that transformers has for a model type."""
+    """transformers' classes for a model type."""
 
     hf_class: str  # the name of the model class
     hf_config: str  # the name of the config class
-    defaults: Mapping[str, Any]  # the config class' default values
-    fields: tuple[str, ...]  # the config class' fields
-    aliases: Mapping[str, str]  # the field that each other name stands for
+    defaults: Mapping[str, Any]  # the default values of the config class, by field
+    fields: tuple[str, ...]  # the names of the fields of the config class
+    aliases: Mapping[str, str]  # other names of fields (`attribute_map`), with the field that each stands for
 
 
 class Doubt(NamedTuple):
-    """A property of a draft that is uncertain."""
+    """A property of a draft that is uncertain, with other values to try."""
 
-    what: str  # the property in words
-    options: tuple[tuple[str, Patch], ...]  # its other possible values: each in words, and as a patch of the draft
+    what: str  # a description of the property
+    options: tuple[tuple[str, Patch], ...]  # the other values; for each a description, and the patch that sets it
 
 
 @dataclass(frozen=True)
 class Draft:
-    """The draft of a family's definition."""
+    """A draft: a definition of an unknown family that is not yet certain."""
 
     model_type: str
-    known: Known | None
+    known: Known | None  # transformers' classes for the model type, if there are any
     skeleton: Donor  # the nearest registered family, whose arguments are the defaults
     arguments: Mapping[str, Any]  # the arguments of `DecoderFamily`, without its config fields
     fields: Mapping[str, Field]  # the meanings of the config fields, by field name
@@ -65,10 +68,11 @@ class Draft:
     doubts: tuple[Doubt, ...] = ()
 
     def modules(self) -> tuple[dict[str, tuple[str, str]], dict[str, Leaf]]:
-        """Return the tensors that store one parameter unchanged, by module, and the leaves of all other tensors.
+        """Divide the tensors into two groups: plain ones, which store one parameter unchanged, and all others.
 
-        The first dictionary has the checkpoint's module names as keys. Its values are gptkit's name of the module, and
-        the name template of one tensor of the module.
+        Plain tensors are returned by the module's name in the checkpoint. The values are gptkit's name of the module,
+        and the name of one tensor of the module. The others are returned by tensor name, each with what it stores (its
+        leaf).
         """
         plain_modules: dict[str, tuple[str, str]] = {}
         other_leaves = {}
@@ -83,7 +87,7 @@ class Draft:
         return plain_modules, other_leaves
 
     def family(self) -> Architecture:
-        """Return the draft as a family that can read a config. The family is not registered."""
+        """Return the family that the draft defines. It can read configs, but is not registered."""
         modules, others = self.modules()
         leaves = (*leaves_of({name: shared for name, (shared, _) in modules.items()}), *others.values())
         more = {name: value for name, value in self.more.items() if name not in ("hf_class", "eager")}
@@ -92,9 +96,11 @@ class Draft:
         )
 
     def patched(self, patch: Patch) -> "Draft":
-        """Return the draft with the values of a patch in place of its own.
+        """Return the draft with some values replaced by those of a patch.
 
-        The keys of a patch are "arguments.NAME", "fixed.ROLE", "rotary.NAME", "fields.NAME" or "leaves.TEMPLATE".
+        The keys of a patch are "arguments.NAME", "fixed.ROLE", "rotary.NAME", "fields.NAME" or "leaves.TEMPLATE". They
+        name entries of the draft's fields, or for "fixed" and "rotary" of its arguments. The value ABSENT removes the
+        entry.
         """
         parts: dict[str, dict[str, Any]] = {
             "arguments": dict(self.arguments),
@@ -126,7 +132,7 @@ def tree_of(draft: Draft, config: Mapping[str, Any]) -> ModelSpec | None:
 
 
 def missing_parameters(spec: ModelSpec, draft: Draft) -> set[str]:
-    """Return the parameters of a model that no tensor of the checkpoint stores, according to the draft."""
+    """Return the parameters of a model that no tensor of the checkpoint stores, as far as the draft knows."""
     parameters = cut(spec).parameters()
     return {_NUMBERED.sub(_templated, parameter.name) for parameter in parameters} - shared_names(draft.leaves)
 
@@ -136,10 +142,10 @@ def _templated(match: re.Match[str]) -> str:
 
 
 def cut(spec: ModelSpec) -> ModelSpec:
-    """Return a component tree with only its first layers, which are enough to compare names and shapes."""
+    """Return a model with only its first layers. They are enough to compare tensor names and shapes."""
     return structs.replace(spec, blocks=spec.blocks[:CUT])
 
 
 def shared_names(leaves: Mapping[str, Leaf]) -> set[str]:
-    """Return gptkit's names of all parameters that the leaves store. All families share these names."""
+    """Return the names of all parameters that these tensors store, as gptkit names them in every family."""
     return {name for leaf in leaves.values() for name in leaf.names}

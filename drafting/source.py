@@ -1,4 +1,4 @@
-"""The text of the definition file for a draft.
+"""Write a draft as the text of a definition file in Python.
 
 Strings from a checkpoint are written with `repr`, or into comments without characters that could end the comment.
 """
@@ -35,7 +35,7 @@ _HOMES = {
 
 
 def source_of(draft: Draft, head: Sequence[str]) -> str:
-    """Return the text of the definition file. `head` has the paragraphs of its docstring: the results of the tests."""
+    """Return the text of the definition file for a draft. `head` are the paragraphs of its docstring."""
     write = _Writer()
     for name in ("DecoderFamily", "leaves_of", "register"):
         write.named(name)
@@ -48,7 +48,7 @@ def source_of(draft: Draft, head: Sequence[str]) -> str:
 
 
 def _decoder_lines(draft: Draft, write: "_Writer") -> list[str]:
-    """Return the definitions of FIELDS and DECODER."""
+    """Return the source lines that define FIELDS and DECODER."""
     fields = _entries(
         draft, "fields", {write.value(name): write.value(field) for name, field in draft.fields.items()}, draft.fields
     )
@@ -73,7 +73,7 @@ def _decoder_lines(draft: Draft, write: "_Writer") -> list[str]:
 
 
 def _leaf_lines(draft: Draft, write: "_Writer") -> list[str]:
-    """Return the definitions of MODULES and LEAVES."""
+    """Return the source lines that define MODULES and LEAVES."""
     modules, others = draft.modules()
     named = _entries(
         draft,
@@ -86,7 +86,7 @@ def _leaf_lines(draft: Draft, write: "_Writer") -> list[str]:
 
 
 def _family_lines(draft: Draft, write: "_Writer") -> list[str]:
-    """Return the definition of FAMILY."""
+    """Return the source lines that define FAMILY."""
     more = dict(draft.more)
     positional = [write.value(draft.model_type), write.value(more.pop("hf_class")), "LEAVES"]
     eager, irrelevant, refusals = more.pop("eager", False), more.pop("irrelevant"), more.pop("refused")
@@ -104,21 +104,30 @@ def _family_lines(draft: Draft, write: "_Writer") -> list[str]:
 
 
 def _nested(name: str, entries: Sequence[str]) -> list[str]:
-    """Return the source lines of an argument that is a dictionary with these entries, or none if it is empty."""
+    """Return the source lines of an argument that is a dictionary with these entries. Without entries, return []."""
     return [f"    {name}={{", *(f"    {line}" for line in entries), "    },"] if entries else []
 
 
 def _has_entry(place: str, draft: Draft) -> bool:
-    """Return whether the drafted file has the entry that a TODO is about, such as "fields.NAME"."""
+    """Return whether the definition file has an entry for a TODO, before which the TODO can be a comment.
+
+    `place` is the key of the TODO in the draft, such as "fields.NAME".
+    """
     part, _, name = place.partition(".")
     return name in {"fields": draft.fields, "refused": draft.more["refused"], "leaves": draft.leaves}.get(part, ())
 
 
 def _entries(draft: Draft, part: str, texts: Mapping[str, str], names: Any, sign: str = ": ") -> list[str]:
-    """Return the source lines of the entries of a dictionary or the arguments of a call.
+    """Return the source lines of the entries of a dictionary, or of the arguments of a call.
 
-    The reason for an entry and its TODO become comments before it. The draft has them by keys such as "fields.NAME":
-    `part` is the first part of these keys, and `names` has the second.
+    An entry comes after two comments: the reason for the entry, and its TODO, if the draft has them.
+
+    Args:
+        draft: The draft.
+        part: The first part of the keys of reasons and TODOs in the draft, such as "fields" in "fields.NAME".
+        texts: The source text of each value, by the source text of its key or argument name.
+        names: The second parts of the keys in the draft, in the same order.
+        sign: The text between key and value.
     """
     lines = []
     for (name, value), place in zip(texts.items(), names, strict=True):
@@ -138,19 +147,19 @@ def _comment(text: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Return the text without characters that could end a docstring."""
+    """Replace characters that could end a docstring by question marks."""
     return re.sub(r"[^\w .,;:/()=%'~+*&<>\-]", "?", text, flags=re.ASCII)
 
 
 class _Writer:
-    """A writer that turns values into Python expressions, and collects the imports that these need."""
+    """Writes values as Python expressions, and collects the imports that these need."""
 
     def __init__(self) -> None:
         self._names: dict[str, set[str]] = {}
         self._places = _places()
 
     def named(self, name: str, home: str = "") -> str:
-        """Return a name, and add its import to the file."""
+        """Return a name, and import it in the file from the module `home`. By default, `_HOMES` gives the module."""
         self._names.setdefault(home or _HOMES[name], set()).add(name)
         return name
 
@@ -158,9 +167,10 @@ class _Writer:
         return [f"from {home} import {', '.join(sorted(names))}" for home, names in sorted(self._names.items())]
 
     def value(self, value: Any) -> str:
-        """Return the expression for plain data, for a declaration such as `Field`, or for a value of a known family.
+        """Return the expression for a value of a draft.
 
-        Such a value, for example a function, is imported from the family's module.
+        The value is plain data, a declaration such as `Field`, or an object of a supported family, such as a function.
+        Such an object is imported from the family's module.
         """
         if isinstance(value, float) and not math.isfinite(value):
             return f"float({str(value)!r})"
@@ -212,9 +222,9 @@ def _places() -> dict[int, str]:
 
 
 def _references() -> Iterator[tuple[int, str]]:
-    """Yield all values in families' definitions that are not plain data, such as functions.
+    """Yield the `id` of every value in supported families' definitions that is not plain data, such as a function.
 
-    A value is given by its `id` and its place, "module:path", by which a definition file can refer to it.
+    With it comes the place by which a definition file can refer to the value, "module:path".
     """
     for name, module in list(sys.modules.items()):
         if not name.startswith(f"{families.__name__}."):
@@ -230,7 +240,10 @@ def _references() -> Iterator[tuple[int, str]]:
 
 
 def _references_in(table: DecoderFamily, place: str) -> Iterator[tuple[int, str]]:
-    """Yield the `id` and the place of every value in the definition of one family that is not plain data."""
+    """Yield the `id` of every value in one family's definition that is not plain data, and its place, "module:path".
+
+    `table` is the definition, and `place` its own place.
+    """
     plain = (str, int, float, bool, tuple, list, type(None), type)
     for part in ("layers", "recurrent", "mixtures", "written", "norms"):
         yield id(getattr(table, part)), f"{place}.{part}"

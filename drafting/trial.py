@@ -1,7 +1,7 @@
-"""A separate process that compares drafts with transformers' class of the model type, on tiny random models.
+"""Compare drafts with transformers' class of the model type, on tiny random models. This runs in a process of its own.
 
-It reads one question from standard input and answers on standard output, in JSON. It resolves the doubts of a draft by
-trying their options. An option is kept if it brings the draft's logits nearer to those of transformers' class.
+The process reads one question from standard input and answers on standard output, in JSON. It resolves the doubts of a
+draft by trying their options. An option is kept if it brings the draft's logits nearer to those of transformers' class.
 """
 
 import contextlib
@@ -63,9 +63,9 @@ Config = dict[str, Any]
 
 
 def known_of(config: Mapping[str, Any]) -> Known | None:
-    """Return the classes that the installed transformers has for a config's model type.
+    """Return transformers' classes for a config's model type.
 
-    Return None if transformers has no causal language model of this type.
+    Return None if the installed transformers has no causal language model of this type.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -85,9 +85,9 @@ def known_of(config: Mapping[str, Any]) -> Known | None:
 
 
 class Case:
-    """A config, and transformers' model of it with random weights.
+    """A config with transformers' model of it, which has random weights.
 
-    The constructor raises any error that transformers' class raises for the config.
+    The constructor raises the errors that transformers' class raises for the config.
     """
 
     def __init__(self, config: Config, name: str) -> None:
@@ -106,12 +106,12 @@ class Case:
 
     @cached_property
     def full(self) -> Config:
-        """Return the config with the defaults of transformers' config class for all fields that it does not give."""
+        """Return the config. Fields that it does not give have the defaults of transformers' config class."""
         defaults: Config = json.loads(self._config().to_json_string(use_diff=False))
         return {**defaults, **self.config}
 
     def model(self, dtype: torch.dtype, attention: str) -> Any:
-        """Return transformers' model with random parameters of about the size that they have in trained models."""
+        """Build transformers' model with random weights, about as large as in trained models."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = self._class._from_config(self._config(), dtype=dtype, attn_implementation=attention).eval()
@@ -130,7 +130,10 @@ class Case:
         return model
 
     def reference(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], ProbeBatch, Tensor]:
-        """Return the model's weights, a padded batch, and the logits of its real tokens, with eager attention."""
+        """Return what drafts are compared with: the weights, a batch with padding, and transformers' logits.
+
+        The logits are those of the tokens that are not padding, with eager attention.
+        """
         if dtype not in self._references:
             model = self.model(dtype, "eager")
             batch = [*probes(40, 2, ("left",), self.full["vocab_size"])][-1]
@@ -145,7 +148,7 @@ class Case:
 
 
 def _stored(model: Any) -> dict[str, Tensor]:
-    """Return a model's tensors with the names and shapes that save_pretrained writes. Tied tensors appear once."""
+    """Return a model's tensors as save_pretrained writes them, by name. Tied tensors appear once."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
@@ -153,10 +156,11 @@ def _stored(model: Any) -> dict[str, Tensor]:
 
 
 def difference(draft: Draft, case: Case) -> float:
-    """Return the mean absolute difference of a draft's logits from those of transformers' class.
+    """Return how much a draft's logits differ from those of transformers' class.
 
-    It is relative to the largest logit, and measured in fp32. If the fp32 logits are equal, it is measured in bf16
-    instead, and scaled to be less than any difference in fp32. It is infinite if the draft computes no logits.
+    This is the mean absolute difference in fp32, divided by the largest logit. If the fp32 logits are equal, the
+    difference in bf16 is returned, scaled to be less than any difference in fp32. It is infinite if the draft computes
+    no logits.
     """
     for dtype, weight in zip(_DTYPES, (1.0, 1e-12), strict=True):
         try:
@@ -189,7 +193,7 @@ def _logits(draft: Draft, case: Case, weights: Mapping[str, Tensor], dtype: torc
 
 
 def _tiny(config: Config, draft: Draft) -> Config:
-    """Return the config of a tiny model. Lists with a value per layer are cut to its number of layers."""
+    """Return the config of a tiny model of the same family. Lists with a value per layer are shortened too."""
     tiny = copy.deepcopy(config)
     roles = {role: name for name, field in draft.fields.items() for role in field.role.split() if name in config}
     layers = config.get(roles.get("layers", ""), 0)
@@ -211,9 +215,9 @@ def _tiny(config: Config, draft: Draft) -> Config:
 
 
 def _variants(draft: Draft, case: Case) -> Iterator[tuple[str, Any, Case]]:
-    """Yield cases in which one config field has another value, each with the field's name and the new value.
+    """Yield the name of a config field, another value for it, and the case with this value, for many fields.
 
-    This is done for the fields that the draft reads, and for those with a TODO because nothing reads them.
+    The fields are those that the draft reads, and those that have a TODO because nothing reads them.
     """
     family = draft.family()
     reader = family.reader(case.full)
@@ -243,13 +247,13 @@ def _variants(draft: Draft, case: Case) -> Iterator[tuple[str, Any, Case]]:
 
 
 class Search:
-    """A search that tries the options of a draft's doubts on one case, and counts the drafts that it tried."""
+    """A search for the draft that agrees best with transformers' class. It tries the options of the draft's doubts."""
 
     def __init__(self, case: Case) -> None:
         self._case, self.tried, self.kept, self._seen = case, 0, list[str](), set[Any]()
 
     def nearest(self, draft: Draft) -> tuple[Draft, float]:
-        """Return the draft whose logits are nearest to those of transformers' class, and their `difference`.
+        """Return the draft with the least `difference` from transformers' class, and this difference.
 
         Options are tried one after another, and then two at a time.
         """
@@ -271,10 +275,11 @@ class Search:
         return best, distance
 
     def _try(self, best: Draft, patch: Patch, rounding: bool) -> tuple[Draft, float]:
-        """Return the draft with a patch, and the `difference` of its logits from those of transformers' class.
+        """Return the draft `best` with a patch, and its `difference` from transformers' class.
 
-        The difference is infinite if the same draft was tried before. With `rounding`, it is also infinite for a patch
-        that changes more than the rounding, and without `rounding` for one that changes only the rounding.
+        The difference is infinite if the patch should not be tried: the same draft was tried before, or the patch is of
+        the wrong kind. With `rounding`, only patches that change nothing but rounding are tried, and otherwise only
+        others.
         """
         tried, far = best.patched(patch), float("inf")
         now, new = (_tree(one, self._case.full) for one in (best, tried))
@@ -305,10 +310,10 @@ def _with_reason(draft: Draft, patch: Patch, words: str) -> Draft:
 
 
 def settled(draft: Draft, case: Case, words: KnownNames) -> Draft:
-    """Return the draft after testing the meaning of every config field at a second value of the field.
+    """Test the meaning of every config field at a second value of the field. Return the corrected draft.
 
     If the logits at that value differ from those of transformers' class, the field gets its meaning in another family.
-    If no meaning is right, the draft refuses all values of the field but the checkpoint's.
+    If no meaning is right, the draft refuses all values of the field but the checkpoint's. `draft` is right on `case`.
     """
     for name, value, varied in list(_variants(draft, case)):
         value_text, place = shown(value), f"{'refused' if name in draft.more['refused'] else 'fields'}.{name}"
@@ -341,14 +346,15 @@ def settled(draft: Draft, case: Case, words: KnownNames) -> Draft:
 
 
 def _by_layer(draft: Draft) -> Iterator[Draft]:
-    """Yield drafts that read differences between layers from the config as other families do."""
+    """Yield the draft with other ways to read from the config in what its layers differ, as in other families."""
     yield from (draft.patched(patch) for doubt in draft.doubts if doubt.what == BY_LAYER for _, patch in doubt.options)
 
 
 def _meanings(draft: Draft, name: str, words: KnownNames) -> Iterator[Draft]:
-    """Yield the draft with other meanings of a config field.
+    """Yield the draft with other meanings of the config field `name`.
 
-    First come the meanings of a field of this name in other families, then those of all fields with values of its type.
+    First come the meanings of a field of this name in other families. Then come the meanings of all fields that have
+    values of the same type.
     """
     current = draft.fields.get(name)
     roles = {role for other, field in draft.fields.items() if other != name for role in field.role.split()}
@@ -370,9 +376,9 @@ def _meanings(draft: Draft, name: str, words: KnownNames) -> Iterator[Draft]:
 
 
 def _at_one_value(draft: Draft, name: str, case: Case, other: str) -> Draft:
-    """Return the draft that refuses all values of a config field but the checkpoint's.
+    """Make the draft refuse all values of a config field but the checkpoint's, because another value gave wrong logits.
 
-    `other` is a value for which the draft's logits are wrong, for the message.
+    `other` is this value, for the message. For sizes of the whole model, such as the hidden size, only a TODO is added.
     """
     field, value = draft.fields[name], case.full.get(name)
     todo = {
@@ -396,7 +402,7 @@ def _at_one_value(draft: Draft, name: str, case: Case, other: str) -> Draft:
 
 
 def _same(case: Case, other: Case) -> bool:
-    """Return whether transformers' class has the same tensor names, shapes and logits for the configs of two cases."""
+    """Return whether transformers' models of two cases have the same tensor names, shapes and logits."""
     if case.shapes != other.shapes:
         return False
     (_, _, ours), (_, _, theirs) = case.reference(torch.float32), other.reference(torch.float32)
@@ -418,9 +424,15 @@ class _Proof:
 def proved(
     family: Architecture, draft: Draft, config: Config, shapes: Mapping[str, Shape], case: Case | None, note: str
 ) -> list[_Proof]:
-    """Run the four tests of `testing` on the definition, with the checkpoint's tensors and transformers' class.
+    """Run the four tests of `gptkit.testing` on a definition, and return their results.
 
-    `note` says why transformers' class is not available (`case` is None), or how much the logits differ.
+    Args:
+        family: The family, as the definition file defines it.
+        draft: The draft.
+        config: The checkpoint's config.json.
+        shapes: The shapes of the checkpoint's tensors, by name.
+        case: transformers' model to compare with, or None if there is none.
+        note: Why there is none, or how much its logits differ.
     """
     known, small = draft.known, config if case is None else case.full
     if case is None and sum(map(math.prod, shapes.values())) > _PARAMETERS:
@@ -483,7 +495,7 @@ def _computed(family: Architecture, case: Case, paths: Sequence[str]) -> None:
 
 
 def place_and_cause(case: Case) -> list[str]:
-    """Return where the logits start to differ from transformers', and the cause, in lines that `verify` prints."""
+    """Return the lines in which `gptkit verify` says where the logits start to differ from transformers', and why."""
     from ..parity.verify import verify
     from ..report.verification import verdict_lines
 
@@ -507,7 +519,7 @@ _LABELS = ("num_labels", "id2label", "label2id")
 
 
 def _require_worth(config: Config, shapes: Mapping[str, Shape], words: KnownNames) -> None:
-    """Raise InvalidInput if config.json has more layers than the checkpoint has tensors, and more than 1,000.
+    """Raise InvalidInput if config.json has far too many layers: more than 1,000, and more than the number of tensors.
 
     Building a model from such a config could take all memory.
     """
@@ -522,7 +534,10 @@ def _require_worth(config: Config, shapes: Mapping[str, Shape], words: KnownName
 
 
 def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]) -> dict[str, Any]:
-    """Draft a definition. Return its text and the results of the four tests, as a JSON object for `draft`."""
+    """Draft a definition and test it. Return its text and the results of the four tests, as JSON values.
+
+    `without` names supported families to treat as unknown.
+    """
     words = known_names(tuple(without))
     _require_worth(config, shapes, words)
     config = {name: value for name, value in config.items() if name not in _LABELS}
@@ -581,7 +596,10 @@ def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]
 
 
 def _head(draft: Draft, proofs: Sequence[_Proof], place: Sequence[str], tried: int) -> list[str]:
-    """Return the paragraphs of the docstring of the definition file."""
+    """Return the paragraphs of the definition file's docstring, which report the test results.
+
+    `place` has lines about the first difference, and `tried` is the number of drafts that were compared.
+    """
     passed = [proof.name for proof in proofs if proof.holds]
     result = (
         "the four proofs pass"
@@ -607,9 +625,9 @@ def _head(draft: Draft, proofs: Sequence[_Proof], place: Sequence[str], tried: i
 
 
 def answered(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the draft for a question, or the error.
+    """Return the answer to a question of the parent process: the draft, or the error.
 
-    The question has a `config`, the `shapes` of the tensors by name, and families to ignore (`without`).
+    The question has a `config`, the `shapes` of the tensors by name, and families to treat as unknown (`without`).
     """
     shapes = {name: tuple(shape) for name, shape in question["shapes"].items()}
     try:
@@ -620,7 +638,7 @@ def answered(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the question on standard input."""
+    """Read the question of the parent process from standard input, and answer it on standard output."""
     allow(0, LIBRARIES, DATA)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

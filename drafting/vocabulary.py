@@ -1,6 +1,6 @@
-"""What names of tensors and config fields mean in the supported families, the most usual meaning first.
+"""Collect what names of tensors and config fields mean in the supported families, the most frequent meaning first.
 
-The names are collected from the families' definitions. This file needs no torch.
+The names come from the families' definitions. This file needs no torch.
 """
 
 import re
@@ -31,20 +31,21 @@ _EXPERT = re.compile(r"(?<=experts\.)[0-9]{1,6}(?=\.)")
 
 @dataclass(frozen=True)
 class Donor:
-    """A supported family that is defined by a table (`DecoderFamily`), so that a draft can copy its arguments."""
+    """A supported family on which a draft can be based, because a table (`DecoderFamily`) defines it."""
 
     family: Architecture
     decoder: DecoderFamily
-    place: str  # where the table is defined: "module.VARIABLE"
+    place: str  # the name of the variable with the table: "module.VARIABLE"
 
     @cached_property
     def keys(self) -> dict[str, Leaf]:
-        """Return the family's leaves by tensor name, without the family's prefix such as "model."."""
+        """Return which parameters the family's tensors store (leaves), by tensor name without a prefix like "model.".
+        """
         leaves = (leaf for leaf in self.family.leaves if "{head}" not in leaf.checkpoint)  # a draft has no such names
         return {leaf.checkpoint.removeprefix(self.family.prefix): leaf for leaf in leaves}
 
     def knows(self, config: Mapping[str, Any]) -> set[str]:
-        """Return the fields of a config that the family reads, or declares irrelevant or refused."""
+        """Return the fields of a config that the family knows: it reads them, ignores them, or refuses some values."""
         reader = ConfigReader(config)
         with suppress(GptkitError, ValueError, TypeError, KeyError):  # fields read before the error count
             self.decoder.read(reader)
@@ -54,7 +55,7 @@ class Donor:
 
 
 class Meaning(NamedTuple):
-    """A meaning that the name of a tensor or config field has in some families."""
+    """One meaning that the name of a tensor or config field has in the supported families."""
 
     value: Any  # what the name stands for, such as a `Leaf` or a `Field`
     votes: int  # the number of families with this meaning
@@ -63,17 +64,17 @@ class Meaning(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownNames:
-    """The names of tensors and config fields that some of the registered families use."""
+    """The names of tensors and config fields that the supported families use."""
 
     donors: tuple[Donor, ...]  # the families whose table a draft may start from
     others: tuple[Architecture, ...] = ()  # families without such a table; only their tensor names count
 
     @cached_property
     def leaves(self) -> dict[str, list[Meaning]]:
-        """Return which parameters tensors of a name store in the supported families (their leaves), by name.
+        """Return which parameters a tensor stores in the supported families, by the tensor's name.
 
-        The keys are name templates from the layer number on ("{layer}.mlp.up.weight"), or the whole name without prefix
-        for tensors outside of layers.
+        The names start at the layer number ("{layer}.mlp.up.weight"). For tensors outside of layers, they are complete
+        except for a prefix.
         """
         by_name: dict[str, list[tuple[Leaf, str]]] = {}
         for donor in self.donors:
@@ -95,10 +96,7 @@ class KnownNames:
 
     @cached_property
     def tails(self) -> dict[str, list[Meaning]]:
-        """Return the same as `leaves`, but by only the last two parts of the tensor names.
-
-        These are the name of a module and "weight" or "bias".
-        """
+        """Return the same as `leaves`, but by the last two parts of tensor names: module and "weight" or "bias"."""
         by_tail: dict[str, list[tuple[Leaf, str]]] = {}
         for key, meanings in self.leaves.items():
             for meaning in meanings:
@@ -106,12 +104,15 @@ class KnownNames:
         return {key: _voted(pairs, lambda leaf: (leaf.names, leaf.layout)) for key, pairs in by_tail.items()}
 
     def of_tensor(self, key: str) -> list[Meaning]:
-        """Return the meanings of a tensor's name template. If no family has it, compare only its last two parts."""
+        """Return the meanings of a tensor name in the supported families.
+
+        If no family has the name, return the meanings of names with the same last two parts.
+        """
         return self.leaves.get(inside(key)) or self.tails.get(tail(key), [])
 
     @cached_property
     def fields(self) -> dict[str, list[Meaning]]:
-        """Return the meanings of config fields, by field name."""
+        """Return the meanings of config fields in the supported families, by field name."""
         by_name: dict[str, list[tuple[Field, str]]] = {}
         for donor in self.donors:
             for name, field in donor.decoder.fields.items():
@@ -120,9 +121,9 @@ class KnownNames:
 
     @cached_property
     def irrelevant(self) -> dict[str, list[Meaning]]:
-        """Return the reasons why families ignore a config field, by field name.
+        """Return the config fields that some families ignore, by field name. The meanings are the reasons for that.
 
-        Fields that every family ignores are left out.
+        Fields that all families ignore are left out.
         """
         by_name: dict[str, list[tuple[str, str]]] = {}
         for family in (donor.family for donor in self.donors):
@@ -133,9 +134,9 @@ class KnownNames:
 
     @cached_property
     def refused(self) -> dict[str, list[Meaning]]:
-        """Return the config fields of which families accept only some values, by field name.
+        """Return the config fields for which some families accept only certain values, by field name.
 
-        The value of a meaning has the accepted values, and the reason to refuse others.
+        The value of a meaning is a pair: the accepted values, and the reason to refuse others.
         """
         by_name: dict[str, list[tuple[Any, str]]] = {}
         for family in (donor.family for donor in self.donors):
@@ -145,7 +146,10 @@ class KnownNames:
         return {name: _voted(pairs, repr) for name, pairs in by_name.items()}
 
     def fixed(self) -> dict[str, list[Meaning]]:
-        """Return the values of properties ("roles") that are constant in a family: no config field gives them."""
+        """Return the properties that are constant in some families, so that no config field gives them.
+
+        The meanings have their values in these families.
+        """
         by_role: dict[str, list[tuple[Any, str]]] = {}
         for donor in self.donors:
             for role, value in donor.decoder.fixed.items():
@@ -154,12 +158,12 @@ class KnownNames:
 
 
 def id_or_value(value: Any) -> Any:
-    """Return a hashable key for a value, which is the same for equal values. Functions are compared by identity."""
+    """Return a key by which values can be compared: the `id` of a function, and the `repr` of other values."""
     return id(value) if callable(value) else repr(value)
 
 
 def _voted(pairs: Sequence[tuple[Any, str]], by: Callable[[Any], Any]) -> list[Meaning]:
-    """Count how many families have each value, and return the different values, the most frequent first.
+    """Count how many families have each value. Return the different values as meanings, the most frequent first.
 
     `pairs` are values and family names. Values with the same key `by(value)` count as the same.
     """
@@ -169,13 +173,13 @@ def _voted(pairs: Sequence[tuple[Any, str]], by: Callable[[Any], Any]) -> list[M
 
 
 def inside(key: str) -> str:
-    """Return a name template from its layer number on, or the whole template if it has none."""
+    """Return a tensor name from "{layer}" on. Names without it are returned unchanged."""
     _, layer, rest = key.partition("{layer}.")
     return layer + rest if layer else key
 
 
 def tail(key: str) -> str:
-    """Return the last two parts of a name template, with "{layer}." before them if the tensor belongs to a layer."""
+    """Return the last two parts of a tensor name, with "{layer}." before them if the tensor belongs to a layer."""
     within = inside(key)
     layer, parts = within.startswith("{layer}."), within.removeprefix("{layer}.").split(".")
     return ("{layer}." if layer else "") + ".".join(parts[-2:])
@@ -183,7 +187,7 @@ def tail(key: str) -> str:
 
 @cache
 def known_names(without: tuple[str, ...] = ()) -> KnownNames:
-    """Return the names that the supported families use, except the families in `without`."""
+    """Return the names that the supported families use. The families in `without` are left out."""
     known = [family for family in ARCHITECTURES.values() if family.name not in without]  # this imports all families
     places = dict(_places())
     donors = tuple(
@@ -200,14 +204,14 @@ _VECTORS = ("norm.weight", ".bias", ".A_log", ".D", "sinks", ".layer_scalar")
 
 
 def fits(leaf: Leaf, shape: Shape) -> bool:
-    """Return whether a tensor of this shape has the number of dimensions that tensors of a leaf have."""
+    """Return whether a tensor of this shape has the right number of dimensions to store the parameters of a leaf."""
     if not leaf.layout.is_identity:
         return len(parse(leaf.layout.checkpoint)) == len(shape)
     return all(name.endswith(_VECTORS) == (len(shape) == 1) for name in leaf.names)
 
 
 def _places() -> Iterator[tuple[int, str]]:
-    """Yield the `id` of every family's table, and where it is defined: "module.VARIABLE"."""
+    """Yield the `id` of every family's table (`DecoderFamily`), and the name of its variable: "module.VARIABLE"."""
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{families.__name__}."):
             for variable, value in vars(module).items():
@@ -220,21 +224,21 @@ def _places() -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Names:
-    """The tensor names of a checkpoint as templates, with {layer} and {expert} in place of numbers."""
+    """The tensor names of a checkpoint as templates, in which "{layer}" and "{expert}" stand for numbers."""
 
-    prefix: str  # what comes before the list of layers: "model." for "model.layers.{layer}."
+    prefix: str  # the first part of the names of layers: "model." for "model.layers.{layer}."
     layers: int  # the number of layers
-    shapes: Mapping[str, Mapping[int, Shape]]  # the shapes by template and layer number
+    shapes: Mapping[str, Mapping[int, Shape]]  # the shapes of tensors, by template and layer number
     odd: tuple[str, ...]  # names with unusual characters or of unusual length, for which there is no template
 
     def key(self, template: str) -> str:
-        """Return a template without this checkpoint's prefix."""
+        """Return a template without the checkpoint's prefix, such as "model."."""
         return template.removeprefix(self.prefix)
 
     def cut(self) -> Iterator[tuple[str, Shape]]:
-        """Yield the names and shapes of the tensors outside of layers and in the first `CUT` layers.
+        """Yield names and shapes of the tensors in the first `CUT` layers and outside of layers.
 
-        Of the experts, only the first is included.
+        Of all experts, only expert 0 is included.
         """
         for template, by_layer in self.shapes.items():
             for layer, shape in by_layer.items():
@@ -242,12 +246,12 @@ class Names:
                     yield template.format(layer=layer, expert=0), shape
 
     def shape(self, template: str) -> Shape:
-        """Return the shape of the tensor in the first layer that has one with this template."""
+        """Return the shape of the tensor with this template in the first layer that has it."""
         return next(iter(self.shapes[template].values()))
 
 
 def names_of(shapes: Mapping[str, Shape]) -> Names:
-    """Return a checkpoint's name templates, from the shapes of its tensors by name.
+    """Convert the tensor names of a checkpoint into templates. `shapes` has the shapes of its tensors by name.
 
     The first number in a name is taken as the layer, and a number after "experts." as the expert.
     """

@@ -1,4 +1,4 @@
-"""LayerNorm <-> RMSNorm.
+"""Replace LayerNorm by RMSNorm, or RMSNorm by LayerNorm.
 
 LayerNorm -> RMSNorm is exact for a pre-norm model (SliceGPT 2401.15024, section 3; Jiang et al. 2305.14858;
 TransformerLens' centering). If every vector in the residual stream has mean zero, LayerNorm(x) = RMSNorm(x) + β. So
@@ -50,19 +50,22 @@ from .mlp import dense_of, with_dense
 
 
 def _require_exact(way: str, reason: str | None) -> None:
-    """Raise SwapRefused if there is a `reason` why a swap cannot be exact. `way` names the swap."""
+    """Raise SwapRefused if there is a `reason` why the swap `way` cannot be exact. The hint is to use --approximate."""
     if reason is not None:
         hint = "Use --approximate to replace the norms anyway and to measure the damage."
         raise SwapRefused(f"{way} cannot be exact here: {reason}", hint)
 
 
 def _asked_for(path: str, layers: tuple[int, ...] | None) -> bool:
-    """Return whether the norm at a path belongs to the chosen layers. With None, all norms do."""
+    """Return whether the norm at `path` is in one of these layers. With None, every norm counts."""
     return layers is None or (path.startswith("blocks.") and int(path.split(".")[1]) in layers)
 
 
 def _of_layer_norms(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """Return the record of the swap for the output's manifest. Raises SwapRefused if the model has no LayerNorm."""
+    """Return what the output's manifest says about the swap: the kinds of norm, and the number of replaced norms.
+
+    Raises SwapRefused if the model has no LayerNorm.
+    """
     paths = [path for path, node in spec.nodes() if isinstance(node, LayerNorm)]
     if not paths:
         raise SwapRefused("this model has no LayerNorm: all its norms are RMSNorm")
@@ -85,17 +88,17 @@ def why_not_exact(spec: ModelSpec) -> str | None:
 
 
 def _to_rms(norm: Norm) -> Norm:
-    """Return the RMSNorm that replaces a LayerNorm, or the norm itself if it is an RMSNorm."""
+    """Return the RMSNorm that replaces a LayerNorm. An RMSNorm is returned unchanged."""
     return RMSNorm(size=norm.size, eps=norm.eps, gain=norm.gain) if norm.centred else norm
 
 
 def _without_mean(values: Wide, axis: int) -> Wide:
-    """Return values minus their mean along an axis."""
+    """Subtract the mean along an axis."""
     return np.asarray(values - values.mean(axis=axis, keepdims=True))
 
 
 def _centred(name: str, axis: int = 0) -> Compute:
-    """Return a function that centres a tensor that writes into the residual stream: subtracts its mean along `axis`.
+    """Return a function that subtracts the mean of a tensor along `axis`, so that it writes vectors of mean zero.
 
     The axis is 0 for a weight [out, in] or bias [out], and 1 for an embedding.
     """
@@ -103,7 +106,10 @@ def _centred(name: str, axis: int = 0) -> Compute:
 
 
 def _shifted(weight: str, bias: str | None, beta: str) -> Compute:
-    """Return a function that computes the bias of a linear after β of its norm was folded into it: bias + W·β."""
+    """Return a function that folds the bias β of a norm into the bias of a linear after it: bias + W·β.
+
+    `bias` is the name of the linear's bias, or None if it has none.
+    """
     if bias is None:
         return lambda model: model.wide(weight) @ model.wide(beta)
     return lambda model: model.wide(weight) @ model.wide(beta) + model.wide(bias)
@@ -112,10 +118,13 @@ def _shifted(weight: str, bias: str | None, beta: str) -> Compute:
 def shifts_taken(
     spec: ModelSpec, layers: tuple[int, ...] | None, computed: dict[str, Compute], routers: bool = True
 ) -> tuple[dict[int, Block], Head]:
-    """Fold the biases of norms into the linears that read them, in some layers, or in all layers and the head.
+    """Fold the biases of norms into the biases of the linears that read these norms. Return the new blocks and head.
 
-    Return the new blocks by layer, and the head. The new biases are added to `computed`. Raises SwapRefused if a router
-    would need a bias, which it cannot have, unless `routers` is False.
+    Args:
+        spec: The model.
+        layers: The layers with the norms. With None, these are all layers, and the last norm is folded into the head.
+        computed: The new biases are added to this dictionary.
+        routers: Raise SwapRefused if a norm's bias would have to be folded into a router, which cannot have a bias.
     """
     blocks, head = {}, spec.has_head()
     for layer in range(len(spec.blocks)) if layers is None else layers:
@@ -135,9 +144,10 @@ def shifts_taken(
 
 
 def _with_read_biases(block: Block, path: str, shifting: set[str]) -> Block:
-    """Return a block whose linears have biases, into which those of the norms `shifting` (paths) can be folded.
+    """Return a block whose linears have biases into which the biases of some norms can be folded.
 
-    If the residual is the output of a norm, the linears whose output is added to it also get a bias.
+    If the residual is taken from the output of such a norm, the linears whose output is added to it also get a bias.
+    `shifting` are the paths of the norms.
     """
     if not shifting:  # a layer may have no attention
         return block
@@ -162,7 +172,7 @@ def has_bias(norm: Norm) -> bool:
 
 
 def _inner_norm(block: Block, path: str) -> str:
-    """Return the path of the norm that the feed-forward reads, which may be the one before attention."""
+    """Return the path of the norm whose output the feed-forward reads. It may be the same one that attention reads."""
     return f"{path}.attention_norm" if block.feed_forward_norm is None else f"{path}.feed_forward_norm"
 
 
@@ -170,7 +180,7 @@ def _inner_norm(block: Block, path: str) -> str:
 
 
 def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
-    """Replace LayerNorms exactly, all of them or those of some layers."""
+    """Replace LayerNorms by RMSNorms exactly, in some layers or in the whole model."""
     _require_exact("LayerNorm -> RMSNorm", why_not_exact(spec))
     new, tensors = _centred_tree(spec, layers)
     notes = (
@@ -182,9 +192,9 @@ def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None)
 
 
 def _centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Return a model whose LayerNorms are RMSNorms, and whose residual stream has mean zero, and its tensors.
+    """Replace LayerNorms by RMSNorms, and give the residual stream mean zero. Return the new model and its tensors.
 
-    If the residual is the output of a norm, that output keeps its mean, and the model is only an approximation.
+    If the residual is the output of a norm, this output keeps its mean, and the new model is only an approximation.
     """
     computed: dict[str, Compute] = {}
     blocks, head = shifts_taken(spec, layers, computed, routers=False)
@@ -220,7 +230,7 @@ def _centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[Mode
 
 
 def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
-    """Replace LayerNorms by RMSNorms without changing other weights. γ and eps stay, β is dropped.
+    """Replace LayerNorms by RMSNorms without changing other weights. γ and eps stay, and β is dropped.
 
     The result is an approximation at best.
     """
@@ -232,15 +242,18 @@ def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) ->
 
 
 def _steered(model: Model, router: str, beta: str) -> bool:
-    """Return whether β of a router's norm shifts the scores of experts unequally. Softmax ignores an equal shift."""
+    """Return whether the bias β of the norm before a router shifts the scores of the experts unequally.
+
+    Softmax ignores an equal shift.
+    """
     shift = _shifted(f"{router}.weight", None, beta)(model)
     return bool(np.ptp(shift) > CENTRED * max(1.0, float(np.abs(shift).max())))
 
 
 def _off_centre(spec: ModelSpec, asked: Asked) -> str | None:
-    """Return the path of the first router whose choice depends on β of its LayerNorm, or None.
+    """Return the path of the first router whose choice depends on the bias of the LayerNorm before it, or None.
 
-    β cannot be folded into a router, because routers have no bias.
+    Such a bias cannot be removed, because it cannot be folded into a router.
     """
     for layer in asked.those(spec, lambda block: isinstance(block.mixer("feed_forward"), MixtureOfExperts)):
         path, block = f"blocks.{layer}", spec.blocks[layer]
@@ -256,7 +269,7 @@ def _off_centre(spec: ModelSpec, asked: Asked) -> str | None:
 
 
 def _to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Replace LayerNorms by RMSNorms: exactly, or with --approximate without changing other weights."""
+    """Replace LayerNorms by RMSNorms exactly, or with --approximate without changing other weights."""
     reason = why_not_exact(spec)
     if asked.approximate:
         mixture = any(isinstance(block.mixer("feed_forward"), MixtureOfExperts) for block in spec.blocks)
@@ -292,7 +305,7 @@ def why_not_layernorm(spec: ModelSpec) -> str | None:
 
 
 def _to_layer_norm(norm: Norm) -> Norm:
-    """Return the LayerNorm that replaces an RMSNorm, or the norm itself if it is a LayerNorm."""
+    """Return the LayerNorm that replaces an RMSNorm. A LayerNorm is returned unchanged."""
     return norm if norm.centred else LayerNorm(size=norm.size, eps=norm.eps, bias=False, gain=norm.gain)
 
 
@@ -310,10 +323,10 @@ def _off_the_mean(rows: Wide) -> Wide:
 
 
 def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Replace RMSNorms by LayerNorms: exactly, or with --approximate without changing other weights.
+    """Replace RMSNorms by LayerNorms exactly, or with --approximate without changing other weights.
 
-    For the exact form, the hidden size grows by 1 and a tied head is untied, unless the residual stream has mean zero
-    already.
+    If the residual stream has mean zero already, only the norms are replaced. Otherwise, the exact swap increases the
+    hidden size by 1, and unties a tied head.
     """
     reason, layers, old = why_not_layernorm(spec), asked.layers, spec.hidden_size
     record = {"from": "rmsnorm", "to": "layernorm", "norms": sum(not n.centred for _, n in stream_norms(spec))}
@@ -342,7 +355,7 @@ def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _stream_is_centred(model: Model) -> bool:
-    """Return whether all vectors in the residual stream have mean zero, because all tensors that write into it do."""
+    """Return whether all vectors in the residual stream have mean zero, because all tensors that write into it have."""
     tensors = ((model.wide(name), axis) for name, axis in written(model.spec))
     return all(bool(np.abs(values.mean(axis=axis)).max() <= CENTRED * np.abs(values).max()) for values, axis in tensors)
 

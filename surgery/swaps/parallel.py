@@ -1,12 +1,12 @@
-"""Serial blocks <-> parallel blocks.
+"""Convert serial blocks into parallel blocks, and back.
 
     serial:    a = x + attention(norm₁(x)),  y = a + feed_forward(norm₂(a))
     parallel:  y = x + attention(norm₁(x)) + feed_forward(norm₂(x))
 
-with the same weights. The two forms differ in the input of the feed-forward. They are the same function if attention
-or the feed-forward always adds zeros to the residual stream, which the weights show. Otherwise, changing one layer does
-little damage, but changing all layers does too much for a model that was not trained in the new form. (PaLM 2204.02311
-and GPT-J were trained with parallel blocks.)
+The weights stay the same. The two forms differ in the input of the feed-forward. They are the same function if
+attention or the feed-forward always adds zeros to the residual stream, which the weights show. Otherwise, changing one
+layer does little damage, but changing all layers does too much for a model that was not trained in the new form. (PaLM
+2204.02311 and GPT-J were trained with parallel blocks.)
 
 Both norms stay. The parallel blocks of Falcon 7b and GPT-J have one norm for attention and feed-forward. The form
 "parallel:shared" removes the second norm if it equals the first. The conversion to serial blocks copies a shared norm.
@@ -26,7 +26,7 @@ from ..registry import Asked, Clears, Swap
 def _same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     """Return whether a layer computes the same function as a serial and as a parallel block.
 
-    It does if at most one of its sub-layers adds anything other than zeros to the residual stream.
+    It does if at most one of its sub-layers adds something other than zeros to the residual stream.
     """
     written: dict[str, list[str]] = {}
     for writer in writers(spec.blocks[layer], f"blocks.{layer}"):
@@ -40,7 +40,7 @@ def _same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 
 
 def _norms_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Return whether the norms before attention and before the feed-forward are equal, in kind and weights."""
+    """Return whether the norm before attention equals the norm before the feed-forward, in kind and weights."""
     block, first, second = (
         spec.blocks[layer],
         *(f"blocks.{layer}.{slot}_norm" for slot in ("attention", "feed_forward")),
@@ -51,9 +51,9 @@ def _norms_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 
 
 def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert serial into parallel blocks with the same weights. With `shared`, both branches have one norm.
+    """Convert serial into parallel blocks with the same weights.
 
-    Raises SwapRefused if the two norms of a block cannot be shared because they differ.
+    With `shared`, attention and feed-forward have one norm. Raises SwapRefused if the two old norms of a block differ.
     """
     serial = asked.those(spec, lambda block: not block.parallel)
     two = asked.those(spec, lambda block: block.feed_forward_norm is not None)
@@ -95,7 +95,7 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _to_serial(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert parallel into serial blocks with the same weights. A shared norm is copied."""
+    """Convert parallel into serial blocks with the same weights. A norm that both sub-layers share is copied."""
     none = "these layers are serial already"
     parallel = asked.those(spec, lambda block: block.parallel, none, "--block parallel makes them parallel.")
     tensors: dict[str, Tensor] = {}
@@ -110,7 +110,7 @@ def _to_serial(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _copied_norm(block: Block, path: str) -> dict[str, Tensor]:
-    """Return the tensors of a norm before the feed-forward, which are copies of the norm before attention."""
+    """Return the tensors of a norm before the feed-forward that is a copy of the norm before attention."""
     names = block.attention_norm.shapes()
     return {f"{path}.feed_forward_norm.{name}": Moved(f"{path}.attention_norm.{name}") for name in names}
 
@@ -124,9 +124,16 @@ def _rearranged(
     to: str,
     note: str | None,
 ) -> Swapped:
-    """Return the model with new blocks, and its guarantee.
+    """Return the result of a swap to serial or parallel blocks, with its guarantee.
 
-    `changed` are the layers that become serial or parallel, and `blocks` has these and other new blocks by layer.
+    Args:
+        spec: The old model.
+        asked: The request.
+        changed: The layers that become serial or parallel.
+        blocks: The new blocks by layer. In some of them, only a norm may change.
+        tensors: The new tensors.
+        to: "serial" or "parallel".
+        note: A message for the user.
     """
     lossy = [layer for layer in changed if not _same_either_way(spec, asked, layer)]
     why = f"{in_words(lossy)}: the feed-forward reads a different input, because both branches write" if lossy else None

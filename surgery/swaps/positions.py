@@ -1,4 +1,4 @@
-"""The position encoding (rotary, ALiBi, a learned table or none), and the context length of a model.
+"""Change the position encoding (rotary, ALiBi, a learned table or none), or the context length of a model.
 
 After a change of the position encoding, the model has to be trained, unless there is no position information before or
 after it. gptkit sets the weights so that training has a good start:
@@ -38,9 +38,9 @@ _TABLE = "positions.weight"
 
 
 def kind(spec: ModelSpec) -> str:
-    """Return the position encoding of a model: "learned", "rope", "alibi", "none", or "mixed" if layers differ.
+    """Return the kind of a model's position encoding: "learned", "rope", "alibi", "none", or "mixed" if layers differ.
 
-    RoPE that rotates nothing (neutral) counts as "none".
+    RoPE that rotates nothing ("rope:neutral") counts as "none".
     """
     kinds = {_kind_of(block.attention.position) for block in spec.blocks}
     if spec.positions is not None:
@@ -51,7 +51,7 @@ def kind(spec: ModelSpec) -> str:
 
 
 def _kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
-    """Return the kind of the position encoding in one layer. RoPE that rotates nothing counts as "none"."""
+    """Return the kind of a layer's position encoding. RoPE that rotates nothing counts as "none"."""
     match position:
         case None:
             return "none"
@@ -67,9 +67,9 @@ def _kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
 
 
 def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Give the chosen layers RoPE with the base 10,000 or the requested base, or neutral RoPE, which rotates nothing.
+    """Give the chosen layers RoPE, with the base 10,000 or another base, or "rope:neutral", which rotates nothing.
 
-    In layers that have RoPE already, only the base changes, or whether it rotates.
+    If a layer has RoPE already, only its base changes, and whether it rotates.
     """
     neutral, base = asked.argument == "neutral", None
     if asked.argument is not None and not neutral:
@@ -103,9 +103,10 @@ def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _to_alibi(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Give the chosen layers ALiBi, in the form that other layers have.
+    """Give the chosen layers ALiBi.
 
-    Without such layers, its bias is not multiplied by the scale of the scores, as in the paper.
+    If other layers have ALiBi, the new one has the same settings. Otherwise its bias is not multiplied by the scale of
+    the scores, as in the paper.
     """
     present = (block.attention.position for block in spec.blocks)
     alibi = next((position for position in present if isinstance(position, ALiBi)), ALiBi())
@@ -137,9 +138,15 @@ def _repositioned(
     hint: str | None = None,
     table: LearnedPositions | None = None,
 ) -> Swapped:
-    """Return the model with another position encoding in some layers (`positions`), and with the given table or none.
+    """Return the result of a swap that changes the position encoding.
 
-    `to` names the new encoding, and `hint` is for the error that nothing would change.
+    Args:
+        spec: The old model.
+        asked: The request.
+        positions: The new position encoding of each layer to change.
+        to: The name of the new encoding, for messages and the record.
+        hint: The hint for the error that nothing would change.
+        table: The new position table that is added to the embeddings, or None.
     """
     changed = {layer: new for layer, new in positions.items() if spec.blocks[layer].attention.position != new}
     if not changed and table is None and spec.positions is None:
@@ -176,10 +183,10 @@ def _repositioned(
 
 
 def _with_position(spec: ModelSpec, layer: int, position: Position | None) -> tuple[Any, dict[str, Tensor]]:
-    """Return a layer's attention with another position encoding, and its tensors that change.
+    """Return a layer's attention with another position encoding, and the tensors that change.
 
-    Details of rounding that do not fit the new encoding change too. If RoPE is removed, the mean rotation is folded
-    into the queries. If ALiBi replaces it, short distances count more in this mean.
+    If the new encoding excludes some rounding settings of the attention, they change too. If RoPE is removed, the mean
+    rotation is folded into the queries. If ALiBi replaces RoPE, short distances count more in this mean.
     """
     attention, is_alibi = spec.blocks[layer].attention, isinstance(position, ALiBi)
     before, rounding = attention.position, dict[str, Any]()
@@ -213,10 +220,10 @@ def _mean_row(rows: Wide) -> Wide:
 
 
 def _without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], notes: list[str]) -> ModelSpec:
-    """Return the model without its position table, whose mean row is added to the token embeddings.
+    """Return the model without its position table. The mean of the table's rows is added to the token embeddings.
 
-    If a norm follows the embedding, the mean row is added to the norm's bias. New tensors are added to `tensors`, and
-    notes for the user to `notes`.
+    If a norm follows the embedding, the mean is added to the norm's bias instead. New tensors are added to `tensors`,
+    and messages for the user to `notes`.
     """
     after = replace(spec, positions=None)
 
@@ -250,9 +257,9 @@ def _without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], no
 
 
 def _examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
-    """Return a value to try on a model in `gptkit swaps`.
+    """Return the values that `gptkit swaps` tries on a model, for the swap with the value `form`.
 
-    This is neutral RoPE for a model without positions, or a table for a model without a context length.
+    These are neutral RoPE for a model without positions, and a table for a model without a context length.
     """
     if form == "rope:neutral":
         bare = all(block.attention.position is None for block in spec.blocks)
@@ -294,7 +301,7 @@ _TO_LEARNED = (
 
 
 def _longer_table(table: Array, length: int) -> Array:
-    """Extend a position table to `length` rows: its rows backwards, then forwards again, and so on.
+    """Extend a position table to `length` rows: after its rows come the same rows backwards, then forwards, and so on.
 
     So neighbouring rows stay similar, and the model knows every row. (This is derived for gptkit. Longformer,
     2004.05150, starts again with the first row.)
@@ -309,12 +316,15 @@ def _first_rows(table: Array, length: int) -> Array:
 
 
 def _after_offset(table: Array, move: Callable[[Array], Array], offset: int) -> Array:
-    """Apply `move` to the rows of a position table after the first `offset` rows, which are unchanged."""
+    """Apply `move` to a position table without its first `offset` rows, which are not positions and stay unchanged."""
     return np.concatenate([table[:offset], move(table[offset:])])
 
 
 def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Change the context length, and the number of rows of a position table. This is exact up to the shorter length."""
+    """Change the context length, and the number of rows of a position table.
+
+    The result is exact up to the shorter of the old and the new length.
+    """
     length = asked.number("a context length", most=10**9)
     table, now = spec.positions, spec.context_length
     if now == length and (table is None or table.length == length):
@@ -344,7 +354,7 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _lengths(spec: ModelSpec) -> tuple[str, ...]:
-    """Return twice and half of the present context length, to try on a model in `gptkit swaps`."""
+    """Return the values that `gptkit swaps` tries on a model: twice and half of its context length."""
     length = spec.context_length or (spec.positions.length if spec.positions is not None else None)
     return () if length is None or length > 2**20 else (str(2 * length), str(max(length // 2, 1)))
 

@@ -32,7 +32,7 @@ _ROLES: tuple[Role, ...] = (
 
 
 def by_row(weight: Wide, bits: int) -> Grid:
-    """Return the symmetric grid of a weight [out, in]. Every row has a scale of its own, and 2^bits - 1 values."""
+    """Return the symmetric grid of a weight [out, in]. Every row has its own scale, and 2^bits - 1 values."""
     top = 2 ** (bits - 1) - 1
     scale = np.abs(weight).max(axis=1, keepdims=True) / top
     scale[scale == 0] = 1.0
@@ -42,7 +42,7 @@ def by_row(weight: Wide, bits: int) -> Grid:
 def by_group(weight: Wide, bits: int, size: int) -> Grid:
     """Return the asymmetric grid of a weight [out, in].
 
-    Every group of `size` inputs in a row has 2^bits values, from its least to its largest weight.
+    Every group of `size` neighbouring inputs in a row has 2^bits values, from its least to its largest weight.
     """
     groups = weight.reshape(weight.shape[0], -1, size)
     low, high = groups.min(axis=2), groups.max(axis=2)
@@ -52,7 +52,7 @@ def by_group(weight: Wide, bits: int, size: int) -> Grid:
 
 
 def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Round the weights of the linear layers in the chosen layers, but not those of routers and convolutions."""
+    """Round the weights of all linears in the chosen layers, except routers and convolutions."""
     name, _, group = asked.value.partition(":")
     bits = Asked(name.removeprefix("int")).number("a number of bits", 2)
     if bits > 16:
@@ -87,7 +87,7 @@ def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _is_weight(name: str) -> bool:
-    """Return whether a tensor is the weight of a linear, unlike Mamba's A_log, which is used elementwise."""
+    """Return whether a tensor is the weight of a linear. Mamba's A_log, which is used elementwise, is not."""
     return name.endswith(".weight")
 
 
@@ -102,9 +102,10 @@ def _nearest(name: str, grid: Callable[[Wide], Grid], model: Model) -> Wide:
 
 
 def _stages(block: Block, layer: int, names: Collection[str]) -> list[list[str]]:
-    """Return the weights of a layer in the order in which they run. Weights in one list are rounded together.
+    """Return lists of weights in the order in which a layer runs them. The weights in one list are rounded together.
 
-    In each sub-layer, these are the linears that read its input, then inner ones, then those that write its output.
+    In each sub-layer, these are first the linears that read its input, then inner ones, then those that write its
+    output. Only weights in `names` are returned.
     """
     slots = [sublayer.mixer.slot for sublayer in block.sublayers]
     by_role = [[(linear.slot, linear.weight) for linear in linears(block, f"blocks.{layer}", role)] for role in _ROLES]
@@ -117,7 +118,7 @@ def _stages(block: Block, layer: int, names: Collection[str]) -> list[list[str]]
 def _require_whole_groups(bits: int, size: int, widths: Mapping[str, int]) -> None:
     """Raise SwapRefused if the inputs of a weight cannot be divided into groups of `size`.
 
-    `widths` has the numbers of inputs by weight. The hint names group sizes that are possible for all weights.
+    `widths` has the number of inputs of each weight. The hint names group sizes that are possible for all weights.
     """
     refused = next((name for name, inputs in widths.items() if inputs % size), None)
     if refused is None:

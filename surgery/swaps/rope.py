@@ -1,4 +1,4 @@
-"""Rotary positions: scaling for a longer context, the order of the pairs, and RoPE on part of a head.
+"""Change rotary positions: scale them for a longer context, reorder the pairs, or restrict RoPE to part of a head.
 
 With RoPE on part of a head, some pairs rotate as before, and the others no longer rotate.
 """
@@ -62,7 +62,7 @@ _KINDS = {
 
 
 def scaled(rotary: Rotary, name: str, factor: float, context: int) -> Rotary:
-    """Return RoPE with one of the scaling methods applied. `context` is the context length before the scaling."""
+    """Return RoPE scaled by the method `name` and a factor. `context` is the context length before the scaling."""
     fields: dict[str, Any] = {"factor": factor, "original_context": context}
     scaling: RopeScaling
     match name:
@@ -83,7 +83,10 @@ def scaled(rotary: Rotary, name: str, factor: float, context: int) -> Rotary:
 
 
 def _rope_scaling(kind: str, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Scale rotary positions by a method. With --approximate, positions are only divided by the factor."""
+    """Scale rotary positions for a longer context by the method `kind`.
+
+    With --approximate, positions are only divided by the factor.
+    """
     text = asked.argument or ""
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not float(text) > 1:
         raise UsageError(f"--rope-scaling {asked.value!r}: expected a factor above 1 after the colon, such as yarn:4")
@@ -116,14 +119,17 @@ def _rescaled(
     summary: dict[str, Any],
     notes: tuple[str, ...] = (),
 ) -> Swapped:
-    """Return the model with other rotary positions in some layers, and another context length."""
+    """Return the result of a swap that changes the rotary positions of some layers, and the context length.
+
+    `before` and `after` have the old and new rotary positions by layer. `summary` is added to the output's record.
+    """
     guarantee, promise = _guarantee_of_angles(before, after)
     record = summary | {"context": [spec.context_length, context], "layers": list(before)}
     return Swapped(with_rotary(spec, after, context_length=context), guarantee, {}, record, notes, promise)
 
 
 def _guarantee_of_angles(before: Mapping[int, Rotary], after: Mapping[int, Rotary]) -> tuple[Guarantee, Promise]:
-    """Return the guarantee of a change of rotary positions, and the length up to which it holds.
+    """Return the guarantee of a change of rotary positions, and the sequence length up to which it holds.
 
     The change is exact if all pairs rotate by the same angles. With dynamic scaling, this may be so only up to the
     original context.
@@ -142,7 +148,7 @@ def _guarantee_of_angles(before: Mapping[int, Rotary], after: Mapping[int, Rotar
 
 
 def _require_unscaled(layer: int, rotary: Rotary, name: str) -> None:
-    """Raise SwapRefused if the scaling method `name` cannot be combined with the scaling that RoPE has already."""
+    """Raise SwapRefused if a layer's RoPE is scaled already, and the method `name` cannot be added to this scaling."""
     if is_neutral(rotary):
         raise SwapRefused(f"RoPE of layer {layer} has only frequencies of 0, so scaling would change nothing")
     if rotary.scaling is not None and not (name == "linear" and isinstance(rotary.scaling, LinearScaling)):
@@ -157,7 +163,7 @@ def _require_unscaled(layer: int, rotary: Rotary, name: str) -> None:
 
 
 def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Remove the scaling of RoPE, and restore the context length before the scaling, if known."""
+    """Remove the scaling of RoPE. If the context length before the scaling is known, restore it."""
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.scaling is not None}
     if not layers:
         hint = "If it was scaled by a larger base (ntk), restore the base with --position rope:BASE."
@@ -186,14 +192,14 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _pair_order(dim: int, pairs: Pairs) -> Index:
-    """Return for each element of a head its old place, if the order of rotary pairs changes to `pairs`."""
+    """Return for each rotated element of a head its old position, if the order of rotary pairs becomes `pairs`."""
     if pairs == "adjacent":
         return np.stack(pair_elements(dim, "halves"), axis=1).ravel()
     return np.concatenate(pair_elements(dim, "adjacent"))
 
 
 def _rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Change the order of rotary pairs ("halves" or "adjacent"), by permuting the rows of q and k within each head."""
+    """Change the order of rotary pairs to "halves" or "adjacent". This permutes rows of q and k within each head."""
     wanted: Pairs = "adjacent" if asked.value == "adjacent" else "halves"
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.pairs != wanted}
     if not layers:
@@ -207,7 +213,10 @@ def _rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -> Iterator[tuple[str, Index]]:
-    """Yield each tensor of an attention whose rows are rotated, and the new order of its rows within a head."""
+    """Yield the names of an attention's tensors whose rows RoPE rotates, each with the new order of rows in a head.
+
+    `wanted` is the new order of rotary pairs.
+    """
     order = _pair_order(rotary.dim, wanted)
     if isinstance(attention, Attention):
         whole = np.concatenate((order, np.arange(rotary.dim, attention.head_dim)))
@@ -287,18 +296,18 @@ def _require_part(layer: int, rotary: Rotary, size: int) -> None:
 
 
 def kept_pairs(dim: int, size: int, drop: str) -> Index:
-    """Return the numbers of the pairs that still rotate if RoPE is restricted from `dim` to `size` elements.
+    """Return the numbers of the pairs that still rotate if RoPE is restricted from `dim` to `size` elements of a head.
 
-    `drop` is "slowest" or "fastest". The first pairs are the fastest.
+    `drop` is "slowest" or "fastest": the pairs that no longer rotate. Pair 0 is the fastest.
     """
     return np.arange(size // 2) if drop == "slowest" else np.arange((dim - size) // 2, dim // 2)
 
 
 def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
-    """Return RoPE of `size` elements with the frequencies of the pairs in `kept_pairs`.
+    """Return RoPE of `size` elements whose pairs have the same frequencies as the pairs in `kept_pairs` have now.
 
-    base^(-2i/dim) = (base^(size/dim))^(-2i/size), so another base gives the same frequencies. If a scaling does not
-    fit that, the frequency of every pair is listed as a divisor, as in longrope.
+    base^(-2i/dim) = (base^(size/dim))^(-2i/size), so another base gives the same frequencies. If a scaling does not fit
+    that, the frequency of every pair is listed as a divisor, as in longrope.
     """
     remaining = kept_pairs(rotary.dim, size, drop)
     original = original_context(rotary.scaling)
@@ -330,7 +339,7 @@ def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
 
 
 def _part_order(rotary: Rotary, pairs: Index, head_dim: int) -> Index:
-    """Return the elements of a head in their new order: those of the pairs that still rotate, and then the others."""
+    """Return the new order of a head's elements: first the pairs that still rotate (`pairs`), then the others."""
     first, second = (elements[pairs] for elements in pair_elements(rotary.dim, rotary.pairs))
     together = np.concatenate((first, second)) if rotary.pairs == "halves" else np.stack((first, second), 1).ravel()
     rest = np.setdiff1d(np.arange(head_dim), together)
@@ -338,16 +347,16 @@ def _part_order(rotary: Rotary, pairs: Index, head_dim: int) -> Index:
 
 
 def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotary, pairs: Index) -> bool:
-    """Return whether pairs that no longer rotate affect a score: whether both their queries and keys are not zero.
+    """Return whether a pair that no longer rotates affects a score, because neither its queries nor keys are zero.
 
     `pairs` are the pairs that still rotate.
     """
     first, second = pair_elements(rotary.dim, rotary.pairs)
 
     def sizes(side: Literal["q", "k"]) -> np.ndarray:
-        """Return the largest weight of each pair, (kv_heads, pairs), for queries or keys.
+        """Return the largest absolute weight of each rotary pair, (kv_heads, pairs), for queries or keys.
 
-        If a norm subtracts the mean, no pair is zero.
+        If a norm subtracts the mean of a head, no pair counts as zero.
         """
         heads, norm = (attention.heads, attention.q_norm) if side == "q" else (attention.kv_heads, attention.k_norm)
         total = np.full((heads, rotary.dim // 2), float(norm is not None and norm.centred))
@@ -371,9 +380,9 @@ def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotar
 def _part_tensors(
     path: str, attention: Attention, rotary: Rotary, pairs: Index, context: int | None
 ) -> dict[str, Tensor]:
-    """Return q and k with their rows in the new order, and with the mean rotation of dropped pairs folded into q.
+    """Return the tensors of q and k in the new order of elements, for RoPE on the pairs `pairs` only.
 
-    `pairs` are the pairs that still rotate.
+    The mean rotation of the other pairs is folded into q. `context` is the context length.
     """
     order = _part_order(rotary, pairs, attention.head_dim)
     names = row_tensors(path, attention, "q") + row_tensors(path, attention, "k")
@@ -388,14 +397,14 @@ def _part_tensors(
 
 
 def _examples(spec: ModelSpec) -> tuple[str, ...]:
-    """Return half of the smallest rotary dimension, to try on a model in `gptkit swaps`."""
+    """Return the values that `gptkit swaps` tries on a model: half of its smallest rotary dimension."""
     dims = [rotary.dim for rotary in rotary_layers(spec, range(len(spec.blocks))).values()]
     half = min(dims, default=0) // 4 * 2
     return (f"{half}", f"{half}:fastest") if half else ()
 
 
 def _dims(spec: ModelSpec) -> set[int | None]:
-    """Return the different rotary dimensions of layers, with None for layers without RoPE."""
+    """Return the different rotary dimensions of a model's layers. None stands for layers without RoPE."""
     positions = (block.attention.position for block in spec.blocks)
     return {position.dim if isinstance(position, Rotary) else None for position in positions}
 
@@ -404,7 +413,7 @@ _entry = partial(Swap, by_layer=True)
 
 
 def _way(kind: str, title: str, source: str) -> Swap:
-    """Return the swap for a scaling method."""
+    """Return the swap for one scaling method. `kind` is its name as a value, and `title` its name in tables."""
     needs, guarantee = "Needs RoPE that is not scaled, and a known context length", "approximate"
     if kind == "dynamic":
         needs, guarantee = f"{needs}. Exact up to the original context length", "exact"

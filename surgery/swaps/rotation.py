@@ -30,18 +30,18 @@ _DISTANCES = 4096  # distances in a mean rotation, at most
 
 
 def is_neutral(rotary: Rotary) -> bool:
-    """Return whether this RoPE rotates nothing, because it has the `NEUTRAL` scaling."""
+    """Return whether RoPE rotates nothing, because its scaling divides positions by 1e30 (`NEUTRAL`)."""
     return isinstance(rotary.scaling, LinearScaling) and rotary.scaling.factor >= NEUTRAL.factor
 
 
 def rotary_layers(spec: ModelSpec, layers: Iterable[int]) -> dict[int, Rotary]:
-    """Return the rotary positions of those of the given layers that have some."""
+    """Return the rotary positions of these layers, by layer. Layers without rotary positions are left out."""
     positions = {layer: spec.blocks[layer].attention.position for layer in layers}
     return {layer: position for layer, position in positions.items() if isinstance(position, Rotary)}
 
 
 def require_rotary(spec: ModelSpec, asked: Asked) -> dict[int, Rotary]:
-    """Return the rotary positions of the chosen layers. Raises SwapRefused if none of these layers has any."""
+    """Return the rotary positions of the chosen layers, by layer. Raises SwapRefused if no chosen layer has any."""
     layers = rotary_layers(spec, asked.chosen(spec))
     if not layers:
         where = "these layers have" if asked.layers is not None else "this model has"
@@ -54,7 +54,7 @@ def require_rotary(spec: ModelSpec, asked: Asked) -> dict[int, Rotary]:
 def frequencies(rotary: Rotary, length: int = 1) -> Wide:
     """Return the angle in radians by which each pair rotates from one position to the next, (dim/2,).
 
-    With some scalings, it depends on `length`, the number of tokens of the sequence.
+    With some scalings, the angles depend on `length`, the number of tokens of the sequence.
     """
     import torch
 
@@ -75,12 +75,12 @@ def turns_alike(a: Rotary, b: Rotary, length: int = 1) -> bool:
 
 
 def original_context(scaling: RopeScaling | None) -> int | None:
-    """Return the context that a model was trained for before its positions were scaled, if known."""
+    """Return the context length that a model was trained for before RoPE was scaled, if known."""
     return None if scaling is None else getattr(scaling, "original_context", None)
 
 
 def for_width(scaling: RopeScaling | None, dim: int) -> RopeScaling | None:
-    """Return the scaling for RoPE of another dimension.
+    """Adapt a RoPE scaling to another rotary dimension `dim`.
 
     If a scaling lists divisors by pair, the first ones are used, and the last one is repeated if there are too few.
     """
@@ -96,7 +96,10 @@ def for_width(scaling: RopeScaling | None, dim: int) -> RopeScaling | None:
 
 
 def pair_elements(dim: int, pairs: Pairs) -> tuple[Index, Index]:
-    """Return for each rotary pair the place of its first and of its second element in a head. Fast pairs come first."""
+    """Return the positions in a head of the first elements of all rotary pairs, and those of the second elements.
+
+    Pairs with high frequencies come first. `pairs` is the order of pairs in the head.
+    """
     index = np.arange(dim // 2)
     return (index, index + dim // 2) if pairs == "halves" else (2 * index, 2 * index + 1)
 
@@ -104,8 +107,9 @@ def pair_elements(dim: int, pairs: Pairs) -> tuple[Index, Index]:
 def mean_rotation(rotary: Rotary, context: int | None, window: int | None = None, near: float = 0.5) -> Array:
     """Return the mean rotation of each pair over all distances within a context, as complex factors (dim/2,).
 
-    A distance d has the weight (context - d) / (1 + d)^near. The numerator is how often it occurs, and with a larger
-    `near`, short distances count more, as in attention. The factors include the squared amplitude of cos and sin.
+    A distance d has the weight (context - d) / (1 + d)^near. The numerator is how often the distance occurs. With a
+    larger `near`, short distances count more, as in attention. The factors include the squared amplitude of cos and
+    sin. `window` limits the distances.
     """
     length = min(limit for limit in (context, window, _DISTANCES) if limit is not None)
     distances = np.arange(length)
@@ -115,7 +119,7 @@ def mean_rotation(rotary: Rotary, context: int | None, window: int | None = None
 
 
 def turn_rows(rows: Wide, factors: Array, rotary: Rotary, head_dim: int) -> Wide:
-    """Multiply the rotary pairs of every head by complex factors (dim/2,). Rows without rotation are unchanged.
+    """Multiply the rotary pairs of every head by complex factors (dim/2,). Elements that RoPE does not rotate stay.
 
     `rows` are (heads · head_dim, …).
     """
@@ -134,14 +138,14 @@ def reordered(array: Array, order: Index) -> Array:
 
 
 def row_tensors(path: str, attention: Attention, side: Literal["q", "k"]) -> list[str]:
-    """Return the tensors whose rows are elements of query or key heads: the projection, and then a norm of heads."""
+    """Return the tensors with a row (or element) for every element of q or k: the projection, and a norm after it."""
     norm = attention.q_norm if side == "q" else attention.k_norm
     norm_tensors = [] if norm is None else tensors_of(f"{path}.{side}_norm", norm)
     return tensors_of(path, attention, f"{side}_proj") + norm_tensors
 
 
 def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Array) -> dict[str, Callable[..., Wide]]:
-    """Return functions that compute the tensors of the queries with each rotary pair multiplied by a complex factor.
+    """Multiply each rotary pair of the queries by a complex factor. Return functions that compute the new tensors.
 
     If query heads have a norm before the rotation, the norm's weight is multiplied by the absolute value of the factors
     instead, and the phase is lost.
@@ -169,6 +173,6 @@ def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Arr
 
 
 def with_rotary(spec: ModelSpec, positions: Mapping[int, Rotary], **fields: Any) -> ModelSpec:
-    """Return the model with other rotary positions in some layers, and with new values of other `fields`."""
+    """Return the model with other rotary positions in some layers, and with new values of the fields `fields`."""
     changed = {layer: replace(spec.blocks[layer].attention, position=position) for layer, position in positions.items()}
     return with_mixers(spec, changed, **fields)

@@ -35,18 +35,18 @@ _NAMED = 4  # the number of tokens that a message names
 
 
 def _tables(spec: ModelSpec) -> list[str]:
-    """Return the names of the tensors with a row, or an element, for every token: the embedding, the head, its bias."""
+    """Return the names of the tensors that have a row or element for every token: embedding, head and head bias."""
     rows = {} if spec.head is None else spec.head.shapes()
     return ["embedding.weight", *(f"head.{name}" for name in rows if "." not in name)]
 
 
 def _picked(ids: Sequence[int]) -> Callable[[Array], Array]:
-    """Return a function of a table that returns the rows of these tokens, in this order."""
+    """Return a function that takes a table to its rows for these token ids, in this order."""
     return lambda table: table[np.asarray(ids)]
 
 
 def _moved(spec: ModelSpec, move: Callable[[Array], Array]) -> Mapping[str, Tensor]:
-    """Return recipes that apply `move` to the rows of every tensor in `_tables`."""
+    """Return embedding, head and head bias after `move` was applied to their rows."""
     return {name: Moved(name, move) for name in _tables(spec)}
 
 
@@ -59,10 +59,16 @@ def _sized(
     files: Mapping[str, bytes | None] | None = None,
     **summary: Any,
 ) -> Swapped:
-    """Return the model with a vocabulary of `size` tokens.
+    """Return the result of a swap that gives the model a vocabulary of `size` tokens.
 
-    `move` changes the rows of a table. `tokens` are the old ids of the kept tokens, and their new ids. `files` are
-    changed tokenizer files.
+    Args:
+        spec: The old model.
+        size: The new number of tokens.
+        move: A function that changes the rows of a table.
+        tokens: The old ids of the kept tokens, and their new ids.
+        notes: Messages for the user.
+        files: The tokenizer files that change, by name. None stands for a removed file.
+        summary: Further entries of the output's record.
     """
     head = None if spec.head is None else replace(spec.head, vocab_size=size)
     table: Any = spec.positions
@@ -85,7 +91,7 @@ def _sized(
 
 
 def _to_size(multiple: bool, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Pad the vocabulary with rows of zeros, or cut it, to N tokens. With `multiple`, pad it to a multiple of N."""
+    """Pad the vocabulary with rows of zeros to N tokens, or cut it. With `multiple`, pad it to a multiple of N."""
     if asked.argument is not None and not multiple:
         raise UsageError(f"--vocab {asked.value!r} is unknown", "known: N, multiple:N, prune:FILE, prune-text:FILE")
     of, now = asked.number("a number of tokens"), spec.vocab_size
@@ -107,7 +113,7 @@ def _to_size(multiple: bool, spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _cut(spec: ModelSpec, asked: Asked, size: int) -> Swapped:
-    """Keep only the first `size` tokens."""
+    """Keep only the first `size` tokens of the vocabulary."""
     vocabulary = _vocabulary_of(asked)
     files: Mapping[str, bytes | None] = {}
     if vocabulary is not None and max(vocabulary.tokens.values(), default=0) >= size:
@@ -119,9 +125,9 @@ def _cut(spec: ModelSpec, asked: Asked, size: int) -> Swapped:
 
 
 def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
-    """Raise SwapRefused if the first `size` tokens are not enough for the tokenizer, or are merged from later tokens.
+    """Raise SwapRefused if the tokenizer needs more than the first `size` tokens.
 
-    `now` is the present number of tokens.
+    This also applies if some of the first tokens are merged from later tokens. `now` is the present number of tokens.
     """
     hint = "--vocab prune:FILE keeps chosen tokens and the tokens that they need, and renumbers them."
     needed = {i: why for i, why in vocabulary.required().items() if size <= i < now}
@@ -143,7 +149,7 @@ def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
 
 
 def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Keep the tokens that a file lists, one per line, spelled as in the tokenizer's vocabulary, or as a token id."""
+    """Keep the tokens that a file lists, one per line: as in the tokenizer's vocabulary, or as a token id."""
     vocabulary = _vocabulary_of(asked, needed=True)
     lines = [line for line in _read_plain(asked.argument or "").split("\n") if line]
     ids, unknown = set(), []
@@ -176,7 +182,10 @@ def _prune_to_text(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
-    """Keep these tokens and all tokens that they need. They keep their order, and are numbered from 0."""
+    """Keep the tokens `ids`, and all tokens that the tokenizer needs for them.
+
+    They keep their order, and are numbered from 0.
+    """
     stay = sorted(vocabulary.closed(ids | set(vocabulary.required())))
     if stay[-1] >= spec.vocab_size:
         raise SwapRefused(
@@ -217,7 +226,7 @@ def _vocabulary_of(asked: Asked) -> Vocabulary | None: ...
 @overload
 def _vocabulary_of(asked: Asked, needed: bool) -> Vocabulary: ...
 def _vocabulary_of(asked: Asked, needed: bool = False) -> Vocabulary | None:
-    """Return the tokenizer's vocabulary, with the token ids that config.json uses.
+    """Return the vocabulary of the model's tokenizer, together with token ids that config.json mentions.
 
     If the model has no tokenizer, return None, or raise SwapRefused if `needed`.
     """
@@ -246,7 +255,7 @@ _BOTH = ("embedding.weight", "head.weight")
 
 
 def _without_blank(spec: ModelSpec) -> None:
-    """Raise SwapRefused if the embedding of a token is always read as zeros (padding_idx), whatever its row is."""
+    """Raise SwapRefused if the embedding of some token is read as zeros, whatever its row is (padding_idx)."""
     if spec.embedding.blank is not None:
         raise SwapRefused(
             f"the embedding of token {spec.embedding.blank} is always read as zeros (padding_idx), which this "
@@ -257,7 +266,10 @@ def _without_blank(spec: ModelSpec) -> None:
 def _retied(
     spec: ModelSpec, guarantee: Guarantee, tensors: Mapping[str, Tensor], *notes: str, **summary: Any
 ) -> Swapped:
-    """Return the model with its head tied to the embedding if it was untied, or untied if it was tied."""
+    """Return the result of a swap that unties a tied head, or ties an untied one.
+
+    `notes` are messages for the user, and `summary` further entries of the output's record.
+    """
     _without_blank(spec)
     tied, words = spec.tied, {True: "tied", False: "untied"}
     new = replace(spec, head=replace(spec.has_head(), tied=not tied))
@@ -274,7 +286,7 @@ def _untie(spec: ModelSpec, asked: Asked) -> Swapped:  # noqa: ARG001
 def _tie(spec: ModelSpec, asked: Asked) -> Swapped:
     """Tie the head to the embedding.
 
-    If their matrices differ, both become the mean, or with --approximate the matrix of the embedding.
+    If their matrices differ, both get the mean of the two, or with --approximate the matrix of the embedding.
     """
     if spec.has_head().tied:
         raise SwapRefused("the head is tied to the embedding already", "--untie gives it a matrix of its own.")

@@ -1,4 +1,4 @@
-"""The width of a feed-forward, or of each expert in a mixture.
+"""Change the width of a feed-forward, or of each expert in a mixture.
 
 A unit is one element of the intermediate dimension.
 
@@ -36,7 +36,10 @@ def _widths(spec: ModelSpec) -> set[int | None]:
 
 
 def _resize_feed_forward(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped:
-    """Change the width of the feed-forwards in the chosen layers. With `active`, the most active units stay."""
+    """Change the width of the feed-forwards in the chosen layers.
+
+    With `active`, the intermediate elements (units) that are most active on a text stay, and nothing is fitted.
+    """
     size = asked.number("a width")
     none = f"the width of these feed-forwards is {size} already"
     layers = asked.those(spec, lambda block: dense_of(block).intermediate_size != size, none, "Give another width.")
@@ -62,9 +65,9 @@ def _resize_feed_forward(spec: ModelSpec, asked: Asked, active: bool = False) ->
 def _narrowed(
     mlps: Sequence[Inner], size: int, asked: Asked, active: bool
 ) -> tuple[Guarantee, dict[str, Tensor], dict[str, Any]]:
-    """Reduce feed-forwards to `size` units. Return the guarantee, the tensors and the record for the manifest.
+    """Reduce feed-forwards to `size` intermediate elements. Return the guarantee, the new tensors and the record.
 
-    Units whose output is always zero are removed first. If they are enough, the result is exact.
+    Elements whose output is always zero are removed first. If only such elements are removed, the result is exact.
     """
     silent = {}
     for mlp in mlps:
@@ -108,7 +111,10 @@ def _narrowed(
 
 
 def _activities(mlps: Sequence[Inner], asked: Asked) -> dict[str, np.ndarray]:
-    """Return the activity of each unit on the text (`pruning.unit_activity`), by the path of its feed-forward."""
+    """Return the activity of each intermediate element on the text, by the path of its feed-forward.
+
+    See `pruning.unit_activity`.
+    """
     calibration = asked.text("choosing the units to remove")
 
     def question(model: Model) -> dict[str, np.ndarray]:
@@ -120,7 +126,10 @@ def _activities(mlps: Sequence[Inner], asked: Asked) -> dict[str, np.ndarray]:
 
 
 def _dead(model: Model, inner: Inner) -> np.ndarray:
-    """Return for each unit whether its output is always zero, because its column of down_proj or its input is zero."""
+    """Return for each intermediate element whether it never affects the output.
+
+    Either its column of down_proj is zero, or it is itself always zero.
+    """
     silent: np.ndarray = np.asarray(~model.wide(inner.down).any(axis=0))
     for name in inner.inputs if FACTS[inner.record.activation].zero else inner.inputs[1:]:
         nothing = ~model.wide(f"{inner.path}.{name}.weight").any(axis=1)
@@ -131,13 +140,13 @@ def _dead(model: Model, inner: Inner) -> np.ndarray:
 
 
 def _remaining_units(inner: Inner, index: Index) -> dict[str, Tensor]:
-    """Return the tensors of a feed-forward with only the units in `index`."""
+    """Return the tensors of a feed-forward with only the intermediate elements in `index`."""
     tensors: dict[str, Tensor] = {name: taken(name, index) for name in inner.up}
     return tensors | {inner.down: taken(inner.down, index, 1)}
 
 
 def _examples(spec: ModelSpec) -> tuple[str, ...]:
-    """Return widths to try on a model in `gptkit swaps`."""
+    """Return the widths that `gptkit swaps` tries on a model."""
     width = max(block.feed_forward.intermediate_size for block in spec.blocks)
     return (str(width + 16), *([str(width * 3 // 4)] if width >= 4 else []))
 

@@ -1,4 +1,4 @@
-"""The window of attention: how far back a token attends.
+"""Change the window of attention: how far back a token attends.
 
 With a window of w tokens, position t attends to t-w+1 … t. No weight depends on the window, so no tensor changes. Up to
 the shorter of the old and the new window, every token attends to the same tokens as before. The swap is exact if the
@@ -21,17 +21,20 @@ from ..registry import Asked, Clears, Swap
 
 
 def _has_window(block: Block) -> bool:
-    """Return whether a block has an attention that can have a window: not latent and not linear attention."""
+    """Return whether a block has attention that supports a window. Latent and linear attention do not."""
     return isinstance(block.mixer("attention"), Attention)
 
 
 def _same_up_to(windows: list[int | None]) -> int:
-    """Return the length in tokens up to which no window hides a token: the shortest window. None is full attention."""
+    """Return the length of the longest sequence, in tokens, in which every token is in all these windows.
+
+    This is the shortest window. None stands for full attention.
+    """
     return min(window for window in windows if window is not None)
 
 
 def _to_window(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Give the attention of the chosen layers a window, or full attention."""
+    """Give the attention of the chosen layers a window, or with the value "none" full attention."""
     window = None if asked.value == "none" else asked.number("a window", most=10**9)
     layers = asked.those(spec, _has_window, "no layer has attention that can have a window")
     changed = dict[int, Attention]()
@@ -53,13 +56,16 @@ def _to_window(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _windows(spec: ModelSpec) -> set[int | None]:
-    """Return the different windows of a model's layers in tokens, or the context length if no layer has a window."""
+    """Return the different attention windows of a model's layers, in tokens.
+
+    If no layer has a window, return the context length.
+    """
     windows = {getattr(block.mixer("attention"), "window", None) for block in spec.blocks} - {None}
     return windows or {usual_context(spec)}
 
 
 def _examples(spec: ModelSpec) -> Iterator[str]:
-    """Yield half of the widest window, to try on a model in `gptkit swaps`."""
+    """Yield the value that `gptkit swaps` tries on a model: half of the widest window."""
     widest = max(_windows(spec), key=lambda width: width or 0)
     if widest is not None and widest > 1:
         yield str(widest // 2)
