@@ -39,8 +39,7 @@ class Donor:
 
     @cached_property
     def keys(self) -> dict[str, Leaf]:
-        """Return which parameters the family's tensors store (leaves), by tensor name without a prefix like "model.".
-        """
+        """Return which parameters the family's tensors store (leaves), by tensor name without the prefix ("model.")."""
         leaves = (leaf for leaf in self.family.leaves if "{head}" not in leaf.checkpoint)  # a draft has no such names
         return {leaf.checkpoint.removeprefix(self.family.prefix): leaf for leaf in leaves}
 
