@@ -23,7 +23,7 @@ class Norm(Open, frozen=True):
     given = ("size",)
     usual: ClassVar[dict[str, Any]] = {"eps": ("norms with an eps of {:.0e}", (1e-5, 1e-6, 1e-8, 1e-12))}
     centred: ClassVar[bool]
-    """Whether the mean of a row is subtracted from the row first."""
+    """Whether the norm first subtracts the mean of a row from the row, as LayerNorm does."""
     size: int
     """The number of elements of a row."""
     eps: float

@@ -1,7 +1,7 @@
 """The operations of which components consist. The method `operations` of a component returns a short program of them.
 
-The set of operations is closed. An operation has the ids of its inputs, the shape of its result, its weights, and the
-fields of its component that it needs. Code that computes FLOPs, memory or drawings of a model is a *walk*: it visits
+The set of kinds of operation is fixed. An operation has the ids of its inputs, the shape of its result, its weights,
+and the fields of its component that it needs. Code that computes FLOPs, memory or drawings of a model is a *walk*: it visits
 operations, with one rule per kind of operation, and does not know the components. So every walk supports a new
 component that consists of known operations. For an operation without a rule, a walk raises `unknown`.
 
@@ -43,7 +43,7 @@ class Operation(msgspec.Struct, frozen=True):
     """One step in the computation of a component, such as a linear layer. The base class of all kinds of operation."""
 
     id: str
-    """The name, unique in the program. An operation with weights has the name of its module in the block."""
+    """The name, which is unique in the program. If the operation has weights, it is the module's name in the block."""
     inputs: tuple[str, ...]
     """The ids of the inputs, in the order of the operation's arguments."""
     shape: Sizes
@@ -419,10 +419,10 @@ class Add(Operation, frozen=True, kw_only=True):
 
 
 class Choose(Operation, frozen=True, kw_only=True):
-    """The choice of `top_k` experts per token by the logits of a router, and the weights of these experts.
+    """The step of a router that chooses `top_k` experts per token by logits, and computes the weights of these experts.
 
     The operation has a bias if one is added for the choice only. It has a weight if the weights of experts are
-    multiplied by a learnt number per expert. Fields with a name of `MixtureOfExperts` mean the same as there.
+    multiplied by a learnt number per expert. Fields that `MixtureOfExperts` also has mean the same as there.
     """
 
     top_k: int

@@ -110,7 +110,7 @@ class SinusoidalPositions(Component, frozen=True):
 
 
 class LinearScaling(Component, frozen=True):
-    """Positions divided by `factor` (kaiokendev 2023)."""
+    """Linear interpolation of positions for RoPE: every position is divided by `factor` (kaiokendev 2023)."""
 
     factor: Positive
     """The divisor of positions."""

@@ -73,7 +73,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
     scale: Scale
     """The factor by which q·k is multiplied."""
     intermediate_size: Size
-    """The number of units of the feed-forward."""
+    """The number of hidden units of the feed-forward."""
     activation: Activation
     """The activation of the gate."""
     norm: Norm

@@ -30,7 +30,7 @@ from .registry import computes
 class RotaryTables(NamedTuple):
     """The tables by which RoPE rotates queries and keys.
 
-    `adjacent`, `joined` and `lie` are explained at the fields of `components.Rotary`.
+    `adjacent` is true if `components.Rotary.pairs` is "adjacent". `joined` and `lie` are fields of `Rotary`.
     """
 
     cos: Tensor
