@@ -236,7 +236,7 @@ class Block(Component, frozen=True):
         return words | {"bias": self._biases()}
 
     def norms(self) -> dict[str, Norm]:
-        """Return the norms outside the mixers: "attention", "feed_forward", "feed_forward_output", …"""
+        """Return the norms outside the mixers by name (without "_norm"), such as "feed_forward_output"."""
         return {n.removesuffix("_norm"): part for n, part in self.entries().items() if isinstance(part, Norm)}
 
     def _norms(self) -> Words:

@@ -1,8 +1,8 @@
 """The operations of which components consist. The method `operations` of a component returns a short program of them.
 
 The set of kinds of operation is fixed. An operation has the ids of its inputs, the shape of its result, its weights,
-and the fields of its component that it needs. Code that computes FLOPs, memory or drawings of a model is a *walk*: it visits
-operations, with one rule per kind of operation, and does not know the components. So every walk supports a new
+and the fields of its component that it needs. Code that computes FLOPs, memory or drawings of a model is a *walk*: it
+visits operations, with one rule per kind of operation, and does not know the components. So every walk supports a new
 component that consists of known operations. For an operation without a rule, a walk raises `unknown`.
 
 A size in a shape is a number or a letter. B is the number of sequences, and T the number of new tokens per sequence. S

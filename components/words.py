@@ -8,7 +8,7 @@ __all__ = ["NOT_THERE", "Words", "plain_number"]
 
 
 class Words(NamedTuple):
-    """The description of one aspect of a component."""
+    """The description of one aspect of a component, such as its norm or its position encoding."""
 
     short: str
     """The words for a table: "GQA 32/8"."""

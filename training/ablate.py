@@ -326,7 +326,7 @@ def _take_over(target: Path, prepared: Path) -> None:
 
 
 def _tidy(target: Path) -> None:
-    """Remove the files of a preparation that was interrupted, and the whole ablation if no run has started."""
+    """Remove the files of an ablation whose preparation was interrupted, or of which no run has started."""
     runs = target / "runs"
     empty = not runs.is_dir() or not any(runs.iterdir())
     for name in (_PREPARED, *(_OWN if empty else ())):
