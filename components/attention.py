@@ -574,7 +574,7 @@ def few_biased(heads: int) -> int:
     """Return the number of query heads for a small test copy of an ALiBi attention that has `heads` query heads.
 
     ALiBi computes its slopes in another way if the number of heads is not a power of two. So the result is a power of
-    two exactly if `heads` is one.
+    two if `heads` is a power of two, and otherwise it is not.
     """
     return min(heads, 6 if heads & (heads - 1) else 4)
 

@@ -277,7 +277,7 @@ def run_folder(out: Path, name: str) -> Path:
 
 
 def require_free(target: Path, resume: bool, force: bool, runs: Iterable[Store]) -> None:
-    """Raise UsageError if the result may not be written to `target`, because it exists and `force` is false.
+    """Raise UsageError if the result may not be written to `target`, for example because the folder exists.
 
     With `resume`, the message does not suggest --force alone, because that would discard the unfinished run.
 
