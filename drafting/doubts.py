@@ -29,7 +29,7 @@ UNDETERMINED = "what no name tells"
 One option of this doubt copies all of these arguments from one other family.
 """
 
-_READINGS = 8  # the number of options for a tensor whose name no family has
+_READINGS = 8  # the maximum number of options for a tensor whose name no family has
 
 
 def doubts_of(

@@ -102,7 +102,7 @@ class _FieldTable:
         self.refused: dict[str, Any] = {}
 
     def add_skeleton_fields(self) -> None:
-        """Add the fields that the nearest family reads, with their meanings there."""
+        """Add the fields that the nearest family reads, with the meanings that they have in that family."""
         for name in self.stated:
             meaning = self.skeleton.decoder.fields.get(name)
             if meaning is None or self.aliases.get(name) in self.stated:

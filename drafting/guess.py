@@ -19,7 +19,7 @@ from .fields import arguments_of, fields_of
 from .record import ABSENT, BIASES, Draft, Known, cut, missing_parameters, shared_names, tree_of
 from .vocabulary import Donor, KnownNames, Meaning, Names, fits, names_of
 
-_ACCOUNTS = ("refused.", "tensor ", "names ", "config")  # prefixes of the TODO places that `accounted` writes
+_ACCOUNTS = ("refused.", "tensor ", "names ", "config")  # prefixes of the keys of the TODOs that `accounted` adds
 _NOBODY = "TODO: nothing here reads {}"
 _LOOKED_AT = 12  # the number of nearest families whose tree is compared
 
@@ -151,7 +151,7 @@ def _agreement(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> float:
     return len(ours.items() & theirs.items()) / max(len(ours.keys() | theirs.keys()), 1)
 
 
-# --- tensors ---------------------------------------------------------------------------------------------------------
+# --- the tensors -----------------------------------------------------------------------------------------------------
 
 
 def _leaves(names: Names, skeleton: Donor, words: KnownNames) -> tuple[dict[str, Leaf], dict[str, str]]:
@@ -201,7 +201,7 @@ def _gate_and_up(names: Names, leaves: Mapping[str, Leaf]) -> Iterator[tuple[str
             yield template, Leaf(template, f"{stem}{part}_proj.weight")
 
 
-# --- compared with the checkpoint ------------------------------------------------------------------------------------
+# --- comparison with the checkpoint ----------------------------------------------------------------------------------
 
 
 def _as_named(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:

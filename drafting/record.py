@@ -19,7 +19,7 @@ from ..errors import GptkitError
 from .vocabulary import CUT, Donor
 
 ABSENT = object()
-"""A patch with this value for an argument removes the argument from the draft."""
+"""The value in a patch that removes an entry from the draft."""
 
 Patch = Mapping[str, Any]
 
@@ -98,8 +98,8 @@ class Draft:
     def patched(self, patch: Patch) -> "Draft":
         """Return the draft with some values replaced by those of a patch.
 
-        The keys of a patch are "arguments.NAME", "fixed.ROLE", "rotary.NAME", "fields.NAME" or "leaves.TEMPLATE". They
-        name entries of the draft's fields, or for "fixed" and "rotary" of its arguments. The value ABSENT removes the
+        The keys of a patch name entries of the draft: "arguments.NAME", "fields.NAME", "leaves.TEMPLATE", or
+        "fixed.ROLE" and "rotary.NAME" for entries of the arguments `fixed` and `rotary`. The value ABSENT removes an
         entry.
         """
         parts: dict[str, dict[str, Any]] = {

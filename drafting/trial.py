@@ -46,10 +46,10 @@ from .source import source_of
 from .vocabulary import KnownNames, known_names
 
 MOST = 64
-"""The most drafts that are tried for one checkpoint."""
+"""The maximum number of drafts that are tried for one checkpoint."""
 
-_PAIRS = 1500  # the likeliest pairs of options that are tried together
-_PARAMETERS = 3_000_000  # a model with more is built from a config with smaller sizes
+_PAIRS = 1500  # the maximum number of pairs of options that are tried together, the likeliest first
+_PARAMETERS = 3_000_000  # the largest number of parameters; a larger model is built from a config with smaller sizes
 _DTYPES = (torch.float32, torch.bfloat16)
 _NEARLY = 1e-5  # a smaller difference is attributed to rounding
 _TINY = {
@@ -409,7 +409,7 @@ def _same(case: Case, other: Case) -> bool:
     return torch.equal(ours, theirs)
 
 
-# --- the proofs ------------------------------------------------------------------------------------------------------
+# --- the tests of a definition ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -199,7 +199,7 @@ def known_names(without: tuple[str, ...] = ()) -> KnownNames:
 
 
 _VECTORS = ("norm.weight", ".bias", ".A_log", ".D", "sinks", ".layer_scalar")
-"""How gptkit's names of parameters with one dimension end."""
+"""The ends of the names of parameters with one dimension."""
 
 
 def fits(leaf: Leaf, shape: Shape) -> bool:

@@ -45,7 +45,7 @@ def weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
     return max(guarantees, key=ORDER.index, default="exact")
 
 
-# --- a tree with weights ----------------------------------------------------------------------------------------------
+# --- a model with weights ---------------------------------------------------------------------------------------------
 
 
 class Model(Tree, Protocol):
@@ -116,7 +116,7 @@ class Read:
         return question(self.model)
 
 
-_ROWS = 4096  # rows of two tensors that are compared at once
+_ROWS = 4096  # the number of rows of two tensors that are compared at once
 
 
 def differing(model: Model, first: str, second: str) -> Iterator[int]:

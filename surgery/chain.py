@@ -203,7 +203,7 @@ def _is_there(text: Callable[[], CalibrationText]) -> bool:
     return True
 
 
-# --- into a family ----------------------------------------------------------------------------------------------------
+# --- conversion for a Hugging Face family -----------------------------------------------------------------------------
 
 
 def _zero_in(model: Model) -> Zero:
@@ -270,7 +270,7 @@ def _dtype_source(model: Model, name: str) -> str:
 
 
 def _kinds(names: Sequence[str]) -> str:
-    """Name tensors without their layers, and count them: "attention.q_proj.bias, … (15 tensors)"."""
+    """Describe tensors by their names without layer numbers, and their count: "attention.q_proj.bias (15 tensors)"."""
     kinds = list(dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in names))
     ellipsis = ", …" if len(kinds) > 2 else ""
     return f"{', '.join(kinds[:2])}{ellipsis} ({len(names)} tensor{'s' if len(names) > 1 else ''})"

@@ -18,9 +18,9 @@ from .measure import OnText
 from .options import spelled
 from .registry import Step, swap_for
 
-_GAIN = 0.02  # of the KL: with less, more text is not tried
-_STEP = 4  # times as many tokens
-_WORK = 10**12  # tokens · parameters that a fit may take beyond `TOKENS` tokens: some minutes on two cores
+_GAIN = 0.02  # the share of the KL that more text must remove, so that still more text is tried
+_STEP = 4  # the factor from one number of tokens to the next
+_WORK = 10**12  # the limit of tokens · parameters for a fit on more than `TOKENS` tokens: some minutes on two cores
 
 
 @dataclass(frozen=True)

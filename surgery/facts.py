@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 Value = float | object
-"""The known content of a tensor: the number that fills it, or an object that stands for its unknown values.
+"""What is known of the content of a tensor: the number that fills it, or an object that stands for unknown values.
 
 Copies of a tensor have the same object.
 """

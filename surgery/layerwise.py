@@ -143,7 +143,7 @@ def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | 
     return attentions_by_layer
 
 
-# --- a tree with some layers changed ----------------------------------------------------------------------------------
+# --- a model with some layers changed ---------------------------------------------------------------------------------
 
 
 def with_blocks(spec: ModelSpec, changed: Mapping[int, Block], **fields: Any) -> ModelSpec:
@@ -315,7 +315,7 @@ def head_weight(spec: ModelSpec) -> str:
 
 
 def written(spec: ModelSpec) -> list[tuple[str, int]]:
-    """Return the tensors that write into the residual stream. Each comes with its axis of the size `hidden`."""
+    """Return the names of the tensors that write into the residual stream, each with its axis of size `hidden_size`."""
     tensors = [(name, 1) for name in tables(spec)]
     for layer, block in enumerate(spec.blocks):
         _known_by_linears(block, f"blocks.{layer}")
@@ -324,7 +324,7 @@ def written(spec: ModelSpec) -> list[tuple[str, int]]:
 
 
 def read_weights(spec: ModelSpec) -> list[str]:
-    """Return the weights [out, hidden] that read the residual stream, without a head that is tied to the embedding."""
+    """Return the names of the weights [out, hidden] that read the residual stream, including an untied head."""
     weights = [reader.weight for layer, block in enumerate(spec.blocks) for reader in readers(block, f"blocks.{layer}")]
     return weights + ([] if spec.tied else ["head.weight"])
 

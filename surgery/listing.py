@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .fits.calibration import Calibration
 
 _Verdict = Literal["exact", "approximate", "retrained", "needs a text", "refused"]
-_FITTED_ON = 256  # tokens of text, for swaps that need one to decide; enough for a list
+_FITTED_ON = 256  # the number of tokens of text, for swaps that need a text to decide; enough for a list
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _tried(
 
 
 def limits_of(promise: Promise, before: ModelSpec) -> str:
-    """Describe where a guarantee holds, such as "up to 1,024 tokens". Return "" if it holds for all logits."""
+    """Describe the tokens and lengths for which a guarantee holds, such as "up to 1,024 tokens". "" means all."""
     words = []
     if promise.length is not None and promise.length < usual_context(before):
         words.append(f"up to {promise.length:,} tokens")

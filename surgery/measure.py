@@ -17,7 +17,7 @@ from ..parity.rows import states
 from .base import Promise
 
 _EVERYTHING = Promise()
-_WORK = 2 * 10**12  # multiplications for the probe, per model and dtype: 40 s in fp64 on one core
+_WORK = 2 * 10**12  # the maximum number of multiplications per model and dtype: 40 s in fp64 on one core
 _WORK_LIMIT = 5 * _WORK
 """The limit of tokens · parameters for a test input that is longer than a window or the original context.
 

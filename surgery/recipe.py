@@ -41,7 +41,7 @@ from .registry import Step, all_options, option_of, parts
 
 FOLDER = Path(__file__).parent / "recipes"  # the bundled recipes
 _PLAY = "the bundled play"  # the name of the bundled text in records
-MOST_BYTES = 10**6  # a larger file is no recipe
+MOST_BYTES = 10**6  # the largest size of a recipe in bytes
 _HEAD_KEYS = ("name", "description", "as", "step")
 _REWRITE = "Apply the swap again to write a new manifest.json, or give a recipe in TOML."
 _CALIBRATION = {"text": str, "sha256": str, "tokens": int}
@@ -62,8 +62,9 @@ HEAL = Option(
         "held_out": float | str, "beside": bool, "patience": int, "seed": int, "dtype": str, "compile": bool,
     },
 )  # fmt: skip
-"""The last step of a recipe may be `heal`, which is no swap. Its value is the text, and its settings are options of
-`training.heal`."""
+"""The option of the step `heal`, which may be the last step of a recipe. It is no swap: it trains the result.
+
+Its value is the text file, and its settings are options of `training.heal`."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def step_json(step: Step) -> dict[str, Any]:
     }
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- reading recipes --------------------------------------------------------------------------------------------------
 
 
 def shipped() -> dict[str, Path]:
@@ -137,7 +138,7 @@ def shipped() -> dict[str, Path]:
 
 
 def _find_recipe(reference: str | Path) -> Path:
-    """Return the recipe file for the name of a bundled recipe, a path, or a folder that gptkit swap wrote.
+    """Find a recipe file: a bundled recipe by its name, a file by its path, or that of a folder that gptkit swap wrote.
 
     Raises UsageError if there is none.
     """
@@ -183,7 +184,7 @@ def _toml(path: Path, where: str) -> dict[str, Any]:
 
 
 def _manifest(path: Path, where: str) -> dict[str, Any]:
-    """Return the recipe that a manifest.json records."""
+    """Return the recipe that gptkit swap recorded in a manifest.json."""
     try:
         data = read_manifest(path)
     except (OSError, ValueError, RecursionError) as error:
@@ -198,7 +199,11 @@ def _manifest(path: Path, where: str) -> dict[str, Any]:
 
 
 def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
-    """Build a recipe from the values of a TOML or JSON file. Raises InvalidInput, which names the invalid step."""
+    """Build a recipe from the values of a TOML or JSON file.
+
+    Raises InvalidInput if they are no valid recipe. The message names the invalid step. `where` is the file's name for
+    messages, and `name` the default for the recipe's name.
+    """
     written = "sources" in data  # by gptkit
     known = (*_HEAD_KEYS, "dtype", "calibration", "sources") if written else _HEAD_KEYS
     for key in data:

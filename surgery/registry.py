@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .fits.calibration import Calibration
 
 PLUGINS: list[str] = []  # the full names of modules with swaps that plugins registered
-_LARGEST = 1_000_000  # the largest number in a value; the largest models have a fifth of that of anything
+_LARGEST = 1_000_000  # the largest number in a value, five times as large as any size in the largest models
 
 
 def register(module: str) -> None:
@@ -250,7 +250,7 @@ def active(step: Step) -> list[Step]:
     return [*plainly(step), replace(step, value=f"{step.value}:active")]
 
 
-# --- the list ---------------------------------------------------------------------------------------------------------
+# --- the list of swaps ------------------------------------------------------------------------------------------------
 
 
 @cache

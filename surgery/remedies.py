@@ -26,10 +26,10 @@ from .registry import Step, all_swaps, apply, options
 from .shapes import swapped
 
 _Remedy = tuple[Step, ...]  # steps that clear an obstacle together
-_NEAR = 3  # families that a message names
-_FEW = 3  # obstacles that a message names for each of several families
-_MOST = 10  # remedies in a way
-_WIDTH = 76  # of a sentence, which the command line indents
+_NEAR = 3  # the maximum number of families that a message names
+_FEW = 3  # the maximum number of obstacles that a message names for each of several families
+_MOST = 10  # the maximum number of remedies in a way
+_WIDTH = 76  # the number of characters in a line of a message, which the command line indents
 _OWN_FORMAT = "gptkit's own format can hold any model: --as local"
 
 
@@ -39,7 +39,7 @@ def remedies(obstacle: Obstacle) -> Iterator[_Remedy]:
     return filter(None, steps)
 
 
-# --- a way ------------------------------------------------------------------------------------------------------------
+# --- the search for swaps ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def way_to(start: Expression, after: _After) -> Way:
     return current
 
 
-# --- in words ---------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Expression], zero: Zero) -> CannotExpress:

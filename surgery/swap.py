@@ -312,7 +312,7 @@ def _measure(
 
 
 def _digests(source: Checkpoint) -> dict[str, str]:
-    """Return the sha256 of the files that a checkpoint was read from."""
+    """Return the sha256 of the files that a checkpoint was read from, by file name."""
     folder = source.path if source.path.is_dir() else source.path.parent
     configs = [folder / name for name in (LOCAL_CONFIG, CONFIG) if (folder / name).is_file()][:1]
     return {path.name: sha256_file(path) for path in (*source.files, *configs)}
@@ -387,7 +387,7 @@ def _plan(
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:
-    """Yield name, array and dtype of the tensors of the output, one at a time."""
+    """Yield name, array and dtype of every tensor of a model, one at a time, for writing."""
     for parameter in model.spec.parameters():
         yield parameter.name, *model.tensor(parameter.name)
         model.release()
@@ -426,7 +426,10 @@ def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | Non
 
 
 def _layers_of(done: Chain) -> list[tuple[int, int]]:
-    """Return pairs of layer numbers: a layer before the swaps, and the layer after them that has its tensors."""
+    """Return pairs of layer numbers: of a layer before the swaps, and of the layer after them that has its tensors.
+
+    Dropped layers are left out.
+    """
     pairs = [(layer, layer) for layer in range(len(done.models[0].spec.blocks))]
     for swapped in done.swapped:
         origins: dict[int, set[int]] = {layer: set() for layer in range(len(swapped.spec.blocks))}

@@ -31,10 +31,10 @@ from ..base import Exactly, Model, Promise
 _Run = tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]
 TOKENS = 2048  # the default minimum of tokens to fit on
 MOST = 32_768  # the default maximum of tokens to fit on
-_HELD_OUT = 2048  # tokens at the end of the text that measure a swap, at most
-_CHOOSING = 4096  # tokens before them that choose between fits, at most
-_WINDOW = 512  # tokens in a row, if the model accepts that many
-_READ_BYTES = 16 * 2**20  # the rest of a larger file would not be used
+_HELD_OUT = 2048  # the maximum number of tokens, at the end of the text, that measure a swap
+_CHOOSING = 4096  # the maximum number of tokens, before those, that choose between fits
+_WINDOW = 512  # the number of tokens in a sequence, if the model accepts that many
+_READ_BYTES = 16 * 2**20  # the largest size of a text in bytes; the rest of a larger file would not be used
 PLAY = Path(__file__).parents[2] / "samples" / "play.txt"
 """The held-out tenth of the text that the sample models were trained on."""
 

@@ -20,8 +20,8 @@ from ..base import Exactly, Model
 from .calibration import Calibration, run_block
 from .regression import block_influence
 
-_CANDIDATES = 12  # layers that a round tries at most: those of the least block influence
-_WORK = 2 * 10**13  # multiplications that all rounds may take: some minutes on two cores
+_CANDIDATES = 12  # the maximum number of layers that a round tries: those with the least block influence
+_WORK = 2 * 10**13  # the maximum number of multiplications of all rounds: some minutes on two cores
 _LEAST = 512  # the minimum number of tokens to measure on
 
 Layers = tuple[int, ...]

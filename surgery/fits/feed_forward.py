@@ -18,7 +18,7 @@ from .calibration import Calibration, CalibrationLayer
 from .regression import best_slope, ridge_by_held_out
 
 _GATE, UP = "feed_forward.gate_proj", "feed_forward.up_proj"
-SAMPLES = 100_000  # pre-activations of a layer for the fit of its slope
+SAMPLES = 100_000  # the number of pre-activations on which the slope of a layer is fitted
 _STRENGTH = 1e-3  # the first strength of the ridge that pulls the projection towards a multiple of the old one
 
 

@@ -64,8 +64,8 @@ from .scores import refit_scores
 
 ROUNDS, STEPS, STRENGTH = 2, 10, 1e-3
 """For `refit_scores`: the number of linearisations, of steps of conjugate gradients in each, and the ridge strength."""
-SCORED = 6144  # tokens for the refit of scores, which takes nearly all the time; projections use the whole text
-_GROUPING_WORK = 10**11  # multiplications for the search for similar heads; beyond that, neighbours are grouped
+SCORED = 6144  # the maximum number of tokens for `refit_scores`, which takes most of the time
+_GROUPING_WORK = 10**11  # the maximum number of multiplications of the search for similar heads
 DOWN = "feed_forward.down_proj"
 
 

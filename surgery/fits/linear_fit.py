@@ -27,7 +27,7 @@ from .calibration import TOKENS, Calibration, run_block
 from .kv_fit import DOWN, added, refit, refit_down, sublayer_of
 
 _RATES = tuple(2.0**-power for power in range(11))
-_FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # of scores
+_FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # the factors of scores that are tried
 
 
 def _opened(rate: float) -> float:
@@ -91,7 +91,7 @@ def _forgetting(mixer: LinearAttentionModule, inputs: tuple[Tensor, ...], wanted
     (q, k, v, g), wanted, spec = (tensor[:rows] for tensor in inputs), wanted[:rows], mixer.spec
     wanted = torch.unflatten(wanted, -1, (spec.heads, -1)).transpose(1, 2)
     value = v.repeat_interleave(spec.group, dim=1)
-    factors = (1.0,) if mixer.q_norm is not None else _FACTORS  # all heads share the norm's gain
+    factors = (1.0,) if mixer.q_norm is not None else _FACTORS  # a norm's gain is the same for all heads
 
     def errors(rate: float) -> Tensor:
         """Return the squared error of the outputs at a forgetting rate, by factor and query head, (factors, H)."""

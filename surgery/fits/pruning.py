@@ -20,7 +20,7 @@ from .calibration import Calibration
 
 _RIDGES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1)
 """The ridge strengths that are tried. A strength times the mean second moment is added to the diagonal."""
-_ROUNDS = 8  # rounds in which units go; on the trained samples, 8 cost a sixth to a quarter less than one
+_ROUNDS = 8  # the number of rounds of a removal; on the trained samples, 8 cost a sixth to a quarter less than one
 
 
 def refit(old: Wide, moments: Wide, index: Index, ridge: float) -> Wide:
@@ -78,7 +78,7 @@ def _reads(model: Model, weight: str, bias: str, activations: Wide) -> tuple[Wid
     return old, np.concatenate([activations, np.ones((len(activations), 1))], axis=1)
 
 
-# --- units ------------------------------------------------------------------------------------------------------------
+# --- intermediate elements --------------------------------------------------------------------------------------------
 
 
 def least_needed(old: Wide, moments: Wide, units: int, size: int, ridge: float, rounds: int = _ROUNDS) -> Index:

@@ -249,7 +249,8 @@ def score_error(
 def _product_power(queries: Sequence[Tensor], keys: Sequence[Tensor], covariance: Tensor) -> float:
     """Return E|Σ_t ±q̄_t k_t|² over independent tokens, summed over heads and rotary pairs.
 
-    `queries` and `keys` have one entry per term t. The signs of the terms alternate.
+    `queries` and `keys` have one entry per term t. The signs of the terms alternate, so with two terms, this is the
+    mean square of the difference of two products.
     """
     total = 0.0
     for (s, (q, k)), (t, (q2, k2)) in itertools.product(enumerate(zip(queries, keys, strict=True)), repeat=2):
@@ -354,7 +355,7 @@ def block_influence(before: Tensor, after: Tensor) -> Tensor:
     return result
 
 
-# --- which heads become one -------------------------------------------------------------------------------------------
+# --- groups of heads that become one ----------------------------------------------------------------------------------
 
 
 Groups = tuple[tuple[int, ...], ...]

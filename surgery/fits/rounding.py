@@ -19,8 +19,8 @@ from ..grids import Grid
 from .calibration import Calibration, run_block
 from .regression import Moment
 
-_DAMPING = 0.01  # of the second moments' mean diagonal, added to the diagonal (GPTQ's)
-_BLOCK = 128  # inputs whose errors are passed on to the later inputs together
+_DAMPING = 0.01  # this share of the mean diagonal of the second moment is added to the diagonal, as in GPTQ
+_BLOCK = 128  # the number of columns whose errors are passed on to later columns together
 
 
 def rounded_layers(
@@ -52,10 +52,10 @@ def rounded_layers(
 
 
 def gptq(weight: Wide, gram: Wide, grid: Grid) -> Wide:
-    """Round W [out, in] to W' on its grid, so that Σ|(W - W') x|² over the inputs x of the text is small.
+    """Round a weight W [out, in] to values W' on its grid, so that Σ|(W - W') x|² over its inputs x is small.
 
-    `gram` [in, in] is the sum of x xᵀ over the text. If rounding to nearest is better for a row, that is used for the
-    row. This happens if the compensated weights leave the range of the grid.
+    `gram` [in, in] is the sum of x xᵀ over the text. A row is rounded to nearest instead if its error is then smaller.
+    This happens if the compensated weights leave the range of the grid.
     """
     diagonal, width, plain = gram.diagonal(), len(gram), grid.nearest(weight)
     if not diagonal.any():

@@ -241,7 +241,7 @@ def _require_own(adapter: Adapter, names: _Names, unknown: list[str]) -> None:
         raise SwapRefused(reason + some_of(unknown, _NAMED), _hint(adapter))
 
 
-# --- whether it fits --------------------------------------------------------------------------------------------------
+# --- whether the adapter fits the model -------------------------------------------------------------------------------
 
 
 def require_fitting(adapter: Adapter, changes: Mapping[str, Change], leaves: Mapping[str, BoundLeaf]) -> None:

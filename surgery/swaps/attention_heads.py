@@ -118,7 +118,7 @@ def _chosen_heads(path: str, attention: Grouped, choice: HeadChoice) -> dict[str
     return tensors
 
 
-# --- how many are possible --------------------------------------------------------------------------------------------
+# --- the possible numbers of heads ------------------------------------------------------------------------------------
 
 
 def _key_counts(attention: Grouped, new: int) -> list[int]:
@@ -201,7 +201,7 @@ def _units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
     return (np.array([head for head, slope in enumerate(before) if slope not in after]),)
 
 
-# --- which go ---------------------------------------------------------------------------------------------------------
+# --- the heads to remove ----------------------------------------------------------------------------------------------
 
 
 def _outputs(model: Model, path: str, attention: Grouped) -> Wide:

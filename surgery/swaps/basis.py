@@ -174,7 +174,7 @@ def resized(spec: ModelSpec, size: int) -> ModelSpec:
     )
 
 
-# --- the norms that meet it -------------------------------------------------------------------------------------------
+# --- the norms on the residual stream ---------------------------------------------------------------------------------
 
 
 def norms(block: Block, path: str) -> Iterator[tuple[str, Norm]]:

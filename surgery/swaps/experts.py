@@ -102,7 +102,7 @@ def _scores(mixtures: dict[int, Any], asked: Asked) -> tuple[dict[int, Wide], st
 
 
 def _by_weights(model: Model, mixtures: dict[int, Any]) -> dict[int, Wide]:
-    """Return the norm of all parameters of each expert, (experts,) by layer."""
+    """Return for each expert the norm of all its parameters together, (experts,), by layer."""
     norms = {}
     for layer, mixture in mixtures.items():
         paths = [f"blocks.{layer}.feed_forward.experts.{number}" for number in range(mixture.experts)]

@@ -169,7 +169,7 @@ _entry = partial(Swap, option="fold", source="TransformerLens", by_layer=True)
 _UNSCALED = "An ALiBi bias, if there is one, must not be multiplied by the scale"
 
 
-# --- biases that go ---------------------------------------------------------------------------------------------------
+# --- dropped biases ---------------------------------------------------------------------------------------------------
 
 
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -213,10 +213,10 @@ def _shift_of_scores(spec: ModelSpec, name: str) -> bool:
 
 
 def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Drop biases.
+    """Remove biases (--drop).
 
-    A component may have one flag for several biases, such as those of q, k and v. If some of these stay, the dropped
-    ones become zeros. Otherwise the flag is cleared.
+    A component may have one flag for several biases, such as those of q, k and v. If only some of them are removed,
+    these become zeros instead. If all are, the flag is cleared.
     """
     what = asked.value
     if what not in NAMES:

@@ -36,7 +36,7 @@ from .rotation import for_width
 
 _SAME = 1e-13  # the largest relative difference of equal frequencies in fp64
 _ANGLE = 1e-4  # the largest difference of angles in fp32, in radians, at the longest position
-_POSITIONS = 1024  # positions to compare, at most
+_POSITIONS = 1024  # the largest position that is compared
 
 
 class _Plan(NamedTuple):
@@ -91,7 +91,7 @@ def _by_rms(path: str, attention: Attention) -> None:
             raise unknown(f"{path}.{name}", norm, "RMSNorm")
 
 
-# --- which elements, which positions ----------------------------------------------------------------------------------
+# --- the elements and the position encoding of a new head -------------------------------------------------------------
 
 
 def _choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size: int, how: str) -> _Plan:
@@ -256,7 +256,7 @@ def _query_factor(old: Attention, new: Attention) -> float:
 
 
 def _norm_factors(old: Attention, new: Attention) -> Iterator[tuple[str, float]]:
-    """Yield the names of the norms of queries and keys that the attention has, and the factors for their weights.
+    """Yield the names of an attention's norms of queries and keys, and the factors for their weights.
 
     The factor is √(d/N) for the old width d and the new width N. For queries, it also compensates for the new scale.
     """

@@ -89,7 +89,7 @@ def _rescaled(spec: ModelSpec, new: int) -> ModelSpec:
     return resized(exchanged(spec, norms_by_path), new)
 
 
-# --- wider ------------------------------------------------------------------------------------------------------------
+# --- a wider stream ---------------------------------------------------------------------------------------------------
 
 
 def _wider(spec: ModelSpec, new: int) -> Swapped:
@@ -162,7 +162,7 @@ def _with_means(spec: ModelSpec, new: int) -> Swapped:
     return Swapped(changed, "exact", tensors, {"method": "means"}, notes)
 
 
-# --- narrower, where nothing is lost ----------------------------------------------------------------------------------
+# --- a narrower stream ------------------------------------------------------------------------------------------------
 
 
 def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:

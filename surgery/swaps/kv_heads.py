@@ -149,7 +149,7 @@ def _fewer(spec: ModelSpec) -> list[str]:
     return [f"gqa:{count}" for count in counts if count != attention.heads]
 
 
-# --- a latent in place of heads ---------------------------------------------------------------------------------------
+# --- latent attention -------------------------------------------------------------------------------------------------
 
 
 def _latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttention:
@@ -188,7 +188,7 @@ def _grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
     return grouped
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+# --- a latent that stores all keys and values (mla:full) --------------------------------------------------------------
 
 
 def _spread_queries(tensor: Array, attention: Attention) -> Array:
@@ -263,7 +263,7 @@ def _to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(with_mixers(spec, changed), "exact", tensors, summary)
 
 
-# --- some of it -------------------------------------------------------------------------------------------------------
+# --- a smaller latent (mla:R) -----------------------------------------------------------------------------------------
 
 
 def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:

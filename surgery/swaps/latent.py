@@ -18,10 +18,10 @@ from ..registry import Asked, Clears
 from .kv_heads import latent
 from .rotation import NEUTRAL, amplitude, frequencies, original_context, pair_elements, reordered
 
-CONSTANT = 2.0**40  # the constant elements of a latent; squares of others vanish next to theirs, even in fp64
+CONSTANT = 2.0**40  # the value of the constant elements of a latent; next to their squares, others vanish even in fp64
 SHARE = 64
 """One of 64 elements of the latent is constant. The square root of 64 is a power of two, so no dtype rounds."""
-EPS = 1e-6  # of DeepSeek's norms on latents
+EPS = 1e-6  # the eps of DeepSeek's norms on latents
 
 
 def _is_latent(block: Block) -> bool:

@@ -96,7 +96,7 @@ def _listed(spec: ModelSpec, asked: Asked) -> Swapped:
     return _with_layers(spec, asked, order, {})
 
 
-# --- more of them -----------------------------------------------------------------------------------------------------
+# --- more layers ------------------------------------------------------------------------------------------------------
 
 
 def expansion(layers: int, copies_to_add: int) -> list[tuple[int, bool]]:
@@ -153,7 +153,7 @@ def _silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, 
     return zeros
 
 
-# --- fewer of them ----------------------------------------------------------------------------------------------------
+# --- fewer layers -----------------------------------------------------------------------------------------------------
 
 
 def _dropping(calibration: Calibration, plain: tuple[int, ...], model: Model) -> Dropping:

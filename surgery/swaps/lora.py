@@ -37,7 +37,7 @@ _SAME = 1e-14
 """Two matrices are equal if their relative difference is at most this, which other orders of summation may cause."""
 
 
-# --- merged -----------------------------------------------------------------------------------------------------------
+# --- the merged model -------------------------------------------------------------------------------------------------
 
 
 def _merged(adapter: Adapter, change: Change, part: int) -> Callable[[Model], Wide]:
@@ -94,7 +94,7 @@ def _bias_of(adapter: Adapter, change: Change) -> Wide:
 
 
 def _norms(rows: Wide) -> Wide:
-    """Return the length of each row."""
+    """Return the Euclidean length of each row."""
     return np.asarray(np.sqrt((rows**2).sum(axis=1)))
 
 
@@ -103,7 +103,7 @@ def _oriented(change: Change, matrix: Wide) -> Wide:
     return matrix.T if change.inputs_first else matrix
 
 
-# --- unmerged ---------------------------------------------------------------------------------------------------------
+# --- the model with the adapter not merged ----------------------------------------------------------------------------
 
 
 class _Unmerged:
@@ -168,7 +168,7 @@ class _Unmerged:
         return np.stack(parts)
 
 
-# --- which tensor is which --------------------------------------------------------------------------------------------
+# --- the changes of an adapter ----------------------------------------------------------------------------------------
 
 
 def _merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:

@@ -67,7 +67,7 @@ def _is_gated(block: Block) -> bool:
 
 
 def _to_gated(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert plain into gated feed-forwards with the same activation. This is exact, and values keep all bits."""
+    """Convert plain feed-forwards into gated ones with the same activation. This is exact, and values keep all bits."""
     hint = "To change the gates' function, use --activation; to remove the gates, --mlp plain."
     plain = asked.those(spec, lambda b: not _is_gated(b), "these feed-forwards are gated already", hint)
     blocks, tensors = dict[int, Block](), dict[str, Tensor]()
@@ -106,7 +106,10 @@ def _gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
 
 
 def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Convert gated into plain feed-forwards. This is exact if up_proj's output is constant, else fitted on a text."""
+    """Convert gated feed-forwards into plain ones.
+
+    This is exact if up_proj's output does not depend on the input. Otherwise down_proj is fitted on a text.
+    """
     hint = "To make them gated, use --mlp gated."
     gated = asked.those(spec, _is_gated, "these feed-forwards are plain already", hint)
     zero = asked.weights.zero
@@ -169,7 +172,7 @@ def _refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
-_MOST = 1024  # experts in a mixture, at most; see `components.MixtureOfExperts`
+_MOST = 1024  # the maximum number of experts in a mixture; see `components.MixtureOfExperts`
 _NORMALISED = True  # whether the weights of the chosen experts sum to 1
 
 
@@ -285,7 +288,7 @@ def _weighed(name: str, cut: slice, factor: float) -> Computed:
     return Computed(lambda model: model.wide(name)[:, cut] * factor)
 
 
-# --- back -------------------------------------------------------------------------------------------------------------
+# --- experts -> dense -------------------------------------------------------------------------------------------------
 
 
 def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:

@@ -63,7 +63,7 @@ def _kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
             raise unknown("a layer's position encoding", position, "RoPE, ALiBi or none")
 
 
-# --- from one to another ----------------------------------------------------------------------------------------------
+# --- the position encoding --------------------------------------------------------------------------------------------
 
 
 def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -297,7 +297,7 @@ _TO_LEARNED = (
 )
 
 
-# --- the context ------------------------------------------------------------------------------------------------------
+# --- the context length -----------------------------------------------------------------------------------------------
 
 
 def _longer_table(table: Array, length: int) -> Array:

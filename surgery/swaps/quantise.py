@@ -28,7 +28,7 @@ _ROLES: tuple[Role, ...] = (
     "reads",
     "inner",
     "writes",
-)  # of the weights that are rounded, in the order in which they run
+)  # the roles of the weights that are rounded, in the order in which they run
 
 
 def by_row(weight: Wide, bits: int) -> Grid:
@@ -102,7 +102,7 @@ def _nearest(name: str, grid: Callable[[Wide], Grid], model: Model) -> Wide:
 
 
 def _stages(block: Block, layer: int, names: Collection[str]) -> list[list[str]]:
-    """Return lists of weights in the order in which a layer runs them. The weights in one list are rounded together.
+    """Group the weights of a layer into lists, in the order in which they run. GPTQ rounds a list at a time.
 
     In each sub-layer, these are first the linears that read its input, then inner ones, then those that write its
     output. Only weights in `names` are returned.

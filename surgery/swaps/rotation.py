@@ -26,7 +26,7 @@ from ..registry import Asked
 Pairs = Literal["halves", "adjacent"]
 NEUTRAL = LinearScaling(factor=1e30)
 """A scaling that divides positions by 1e30, so that nothing rotates: cos is 1 in every dtype, and sin at most 1e-21."""
-_DISTANCES = 4096  # distances in a mean rotation, at most
+_DISTANCES = 4096  # the maximum number of distances in a mean rotation
 
 
 def is_neutral(rotary: Rotary) -> bool:
@@ -133,7 +133,10 @@ def turn_rows(rows: Wide, factors: Array, rotary: Rotary, head_dim: int) -> Wide
 
 
 def reordered(array: Array, order: Index) -> Array:
-    """Reorder the elements of every head in an array (heads·len(order), …)."""
+    """Reorder the elements of every head in the same way. `array` is (heads · head_dim, …).
+
+    `order` has for each new element the old one.
+    """
     return array.reshape(-1, len(order), *array.shape[1:])[:, order].reshape(array.shape)
 
 

@@ -87,7 +87,7 @@ def _sized(
     return Swapped(new, "exact", _moved(spec, move), record, tuple(notes), promise, files or {})
 
 
-# --- padded, cut ------------------------------------------------------------------------------------------------------
+# --- padded or cut vocabulary -----------------------------------------------------------------------------------------
 
 
 def _to_size(multiple: bool, spec: ModelSpec, asked: Asked) -> Swapped:
@@ -145,7 +145,7 @@ def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
         raise SwapRefused(message, hint)
 
 
-# --- pruned -----------------------------------------------------------------------------------------------------------
+# --- pruned vocabulary ------------------------------------------------------------------------------------------------
 
 
 def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -248,7 +248,7 @@ _entry = partial(Swap, option="vocab", takes="vocabulary")
 _pruned = partial(_entry, needs=_PRUNED, source="Load What You Need 2010.05609")
 
 
-# --- the head tied to the embedding -----------------------------------------------------------------------------------
+# --- tying and untying the head ---------------------------------------------------------------------------------------
 
 
 _BOTH = ("embedding.weight", "head.weight")

@@ -59,7 +59,7 @@ def _resize_feed_forward(spec: ModelSpec, asked: Asked, active: bool = False) ->
     return Swapped(new, guarantee, tensors | narrow, {**summary, **how})
 
 
-# --- narrower ---------------------------------------------------------------------------------------------------------
+# --- narrower feed-forwards -------------------------------------------------------------------------------------------
 
 
 def _narrowed(
