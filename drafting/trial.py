@@ -111,7 +111,7 @@ class Case:
         return {**defaults, **self.config}
 
     def model(self, dtype: torch.dtype, attention: str) -> Any:
-        """Build transformers' model with random weights, about as large as in trained models."""
+        """Build transformers' model. Its weights are random, and about as large as trained weights."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = self._class._from_config(self._config(), dtype=dtype, attn_implementation=attention).eval()

@@ -245,7 +245,7 @@ class Names:
                     yield template.format(layer=layer, expert=0), shape
 
     def shape(self, template: str) -> Shape:
-        """Return the shape of the tensor with this template in the first layer that has it."""
+        """Return the shape of the tensor with a template, in the first layer that has such a tensor."""
         return next(iter(self.shapes[template].values()))
 
 

@@ -277,7 +277,7 @@ def _kinds(names: Sequence[str]) -> str:
 
 
 def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, Chain]:
-    """Return the Hugging Face family for the result of a chain, and the chain with the additional last step of `leave`.
+    """Return the Hugging Face family for the result of a chain, and the chain with the step that `leave` adds.
 
     Raises the errors of `leave`.
     """

@@ -46,7 +46,7 @@ class Moment:
 
 
 def augment(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Append a bias (..., out) to its weight (..., out, hidden). The result (..., out, hidden + 1) reads [x, 1]."""
+    """Append a bias (..., out) to its weight (..., out, hidden) as a last column. The inputs then end in a 1."""
     column = torch.zeros_like(weight[..., 0]) if bias is None else bias
     return torch.cat((weight, column[..., None]), dim=-1)
 
@@ -65,7 +65,7 @@ def square_roots(covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tenso
 
 
 def pool_mean(weights: Tensor) -> Tensor:
-    """Return the mean of the heads (m, d, e) of a group, (d, e) (Ainslie et al. 2305.13245)."""
+    """Return the mean of the heads of a group, (m, d, e) -> (d, e) (mean-pooling; Ainslie et al. 2305.13245)."""
     return weights.mean(dim=0)
 
 

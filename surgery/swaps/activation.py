@@ -252,9 +252,9 @@ def _swapped(
 
 
 def _worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
-    """Return the values to try in `gptkit swaps`: "silu:2" or "gelu:2" if two units are better than one in every layer.
+    """Return the values to try in `gptkit swaps`: "silu:2" or "gelu:2", if this approximates every layer's activation.
 
-    `form` is the value of this swap. For the other values, return ().
+    `form` is the value of this swap. For other values, and if an activation can be replaced exactly, return ().
     """
     old = {dense_of(block).activation for block in spec.blocks} - {new}
     two = form.endswith(":2") and new in _FROM and bool(old)

@@ -69,7 +69,7 @@ def _kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
 def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
     """Give the chosen layers RoPE, with the base 10,000 or another base, or "rope:neutral", which rotates nothing.
 
-    If a layer has RoPE already, only its base changes, and whether it rotates.
+    If a layer has RoPE already, other settings of its RoPE stay.
     """
     neutral, base = asked.argument == "neutral", None
     if asked.argument is not None and not neutral:
