@@ -109,9 +109,9 @@ def _nested(name: str, entries: Sequence[str]) -> list[str]:
 
 
 def _has_entry(place: str, draft: Draft) -> bool:
-    """Return whether the definition file has an entry for a TODO, before which the TODO can be a comment.
+    """Return whether the definition file has an entry that a TODO is about, such as a config field.
 
-    `place` is the key of the TODO in the draft, such as "fields.NAME".
+    The TODO then becomes a comment before this entry. `place` is its key in the draft, such as "fields.NAME".
     """
     part, _, name = place.partition(".")
     return name in {"fields": draft.fields, "refused": draft.more["refused"], "leaves": draft.leaves}.get(part, ())

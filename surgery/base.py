@@ -348,11 +348,11 @@ def padded(old: int, new: int, repeat: bool = False) -> Index:
 
 
 def by_head(heads: Index, within: Index, size: int) -> Index:
-    """Return the indices for an axis that stores heads one after the other, if heads and their elements are rearranged.
+    """Return the indices (for `gather`) that rearrange an axis on which heads are stored one after the other.
 
     Args:
-        heads: For each new head, the number of the old head that it copies, or -1 for zeros.
-        within: For each element of a new head, the number of the old element that it copies, or -1 for zeros.
+        heads: For each new head, the number of the old head from which it is copied, or -1 for zeros.
+        within: For each element of a new head, the number of the old element from which it is copied, or -1 for zeros.
         size: The number of elements of an old head.
     """
     index = heads[:, None] * size + within[None, :]

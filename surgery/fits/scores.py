@@ -95,8 +95,9 @@ class _Scores:
         return missing.masked_fill(self.probabilities[b] == 0, 0)
 
     def centred(self, difference: Tensor, b: int) -> Tensor:
-        """Return p_ij (Δ_ij - Σ_k p_ik Δ_ik) for differences of scores Δ and attention weights p in sequence b, (n, T,
-        T).
+        """Return p_ij (Δ_ij - Σ_k p_ik Δ_ik), (n, T, T), for differences of scores Δ in sequence b.
+
+        p are the original's attention weights.
         """
         p = self.probabilities[b]
         weighted = p * difference
