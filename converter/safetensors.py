@@ -25,8 +25,11 @@ from ..errors import CheckpointError
 from .names import POINTER, plain_file, pointer
 
 MAX_HEADER = 32 * 2**20
-"""The most bytes of a header. The library allows 100 MB, which take half a minute and 2 GB of memory. Real headers have
-about 130 bytes per tensor: 20 MB are 140,000 tensors, a model of 10^12 parameters in one file."""
+"""The maximum size of a header in bytes.
+
+The safetensors library allows 100 MB, which take half a minute and 2 GB of memory. Real headers have about 130 bytes
+per
+tensor. A model of 10^12 parameters in one file has 140,000 tensors and so a header of 20 MB."""
 MAX_KEYS = 600_000  # in a JSON object, with nested ones; four per tensor are enough for 10,000 layers
 MAX_DIMS = 32  # the limit of numpy; the format has none
 _MAX_BYTES = 2**63 - 1
@@ -37,15 +40,16 @@ _EXPLAINED = 2**18  # bytes of JSON that are parsed a second time to find the er
 
 @dataclass(frozen=True, slots=True)
 class _Dtype:
-    """An element type."""
+    """A dtype of safetensors."""
 
     name: str
-    bits: int  # packed types have 4 or 6
-    carrier: np.dtype[np.generic] | None  # the numpy dtype that arrays have (same bits); None for packed types
+    bits: int  # of one element; packed dtypes have 4 or 6
+    # The numpy dtype of arrays, which has the same bits: uint16 for BF16. None for packed dtypes.
+    carrier: np.dtype[np.generic] | None
 
     @property
     def itemsize(self) -> int:
-        """The size of an element in bytes. Raises CheckpointError for a packed type."""
+        """The size of one element in bytes. Raises CheckpointError for a packed dtype."""
         if self.carrier is None:
             raise CheckpointError(
                 f"gptkit cannot convert the dtype {self.name}, which packs elements of {self.bits} bits into bytes"
@@ -68,13 +72,13 @@ _RANK = {name: rank for rank, name in enumerate(DTYPES)}
 
 
 class TensorInfo(msgspec.Struct, frozen=True, gc=False):
-    """A tensor at bytes `start` to `end` (exclusive), counted from the beginning of the file."""
+    """A tensor and its place in a safetensors file."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    end: int
+    start: int  # the offset of the first byte in the file
+    end: int  # the offset after the last byte
 
     @property
     def nbytes(self) -> int:
@@ -83,11 +87,11 @@ class TensorInfo(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: the tensors in the order of their bytes, the metadata, and the JSON text."""
+    """The checked header of a safetensors file."""
 
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, TensorInfo]  # by name, in the order of their bytes in the file
     metadata: dict[str, str]
-    text: str = ""
+    text: str = ""  # the JSON text
 
 
 def read_header(path: Path) -> Header:
@@ -102,9 +106,15 @@ def read_header(path: Path) -> Header:
 
 
 def parse_header(where: Path | str, raw: bytes, size: int | None = None) -> Header:
-    """Check the JSON text of a header (`raw`, without the first 8 bytes), and return the header.
+    """Check the header of a safetensors file, and return it.
 
-    `size` is the size of the file, which is checked too if it is known. Raises CheckpointError.
+    Args:
+        where: the name of the file for messages.
+        raw: the JSON text of the header, without the 8 bytes before it.
+        size: the size of the file in bytes. If it is given, the tensors must fill the file.
+
+    Raises:
+        CheckpointError: the header is invalid.
     """
     if not raw.startswith(b"{"):
         raise CheckpointError(f"{where} is not a safetensors file: its header does not start with '{{'")
@@ -132,7 +142,10 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_BYTES)]
 
 
 class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """A tensor in the header. Unknown keys are refused, because they could change the meaning of the bytes."""
+    """The entry of a tensor in the JSON of a header.
+
+    Unknown keys are an error, because they could change the meaning of the bytes.
+    """
 
     dtype: str
     shape: tuple[_Size, ...]
@@ -145,13 +158,13 @@ _ENTRIES = msgspec.json.Decoder(list[_HeaderEntry])
 _METADATA = msgspec.json.Decoder(dict[str, str] | None)
 _WEIGHT_MAP = msgspec.json.Decoder(dict[str, str])
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The errors of a decoder: DecodeError (not JSON, or other types), strings that are not UTF-8, deep nesting."""
+"""The errors of msgspec's JSON decoders: not JSON or values of other types, not UTF-8, nested too deeply."""
 
 
 def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict[str, str]]:
-    """Return the tensors in the order of the JSON text, and the metadata.
+    """Return the tensors that a header lists, in the order of its JSON text `raw`, and the metadata.
 
-    The JSON is decoded straight into typed records, so no other objects take memory.
+    The JSON is decoded directly to typed records, so that a bad header cannot make the decoder use much memory.
     """
     what = f"the header of {where}"
     members: dict[str, msgspec.Raw] = {}
@@ -184,7 +197,10 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
 
 
 def parse_weight_map(what: str, raw: bytes) -> dict[str, str]:
-    """Return the weight_map of an index, with the checks of a header. Raises CheckpointError."""
+    """Return the `weight_map` in the JSON text of an index: name of a tensor -> name of its file.
+
+    Raises CheckpointError if the text fails the checks that a header must also pass. `what` names it in messages.
+    """
     no_weight_map = CheckpointError(f"{what} has no weight_map of tensor names to file names")
     try:
         members = _members_of(raw, what)
@@ -210,9 +226,9 @@ def parse_weight_map(what: str, raw: bytes) -> dict[str, str]:
 
 
 def _members_of(raw: bytes, what: str) -> dict[str, msgspec.Raw]:
-    """Return the members of a JSON object, not yet decoded.
+    """Return the members of a JSON object, whose values are still JSON text.
 
-    Raises CheckpointError if there are too many, and an error in `_MALFORMED` if the JSON is invalid.
+    Raises CheckpointError if there are too many keys, and one of the errors in `_MALFORMED` if the JSON is invalid.
     """
     if raw.count(b":") > MAX_KEYS:
         raise CheckpointError(f"{what} cannot be read: it has more than {MAX_KEYS:,} keys, too many for an index")
@@ -220,9 +236,10 @@ def _members_of(raw: bytes, what: str) -> dict[str, msgspec.Raw]:
 
 
 def _refuse_twins(what: str, raw: bytes, count: int) -> None:
-    """Raise CheckpointError if a key occurs twice in an object of valid JSON.
+    """Raise CheckpointError if a key occurs twice in a JSON object.
 
-    `count` is the number of keys after decoding. It is then smaller than the number of colons outside of strings.
+    Decoding keeps only one of two equal keys. So the number of decoded keys, `count`, is then smaller than the number
+    of keys in the JSON text `raw`.
     """
     if raw.count(b":") == count or colons(raw) == count:
         return
@@ -232,7 +249,7 @@ def _refuse_twins(what: str, raw: bytes, count: int) -> None:
 
 
 def colons(raw: bytes) -> int:
-    """Count the colons outside of strings in valid JSON, which is the number of keys."""
+    """Count the keys in a valid JSON text, nested ones included. Every key has one colon outside of strings."""
     # After removing escapes, which only strings have, every quote begins or ends a string.
     text = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
     signs = np.frombuffer(text, np.uint8)
@@ -241,7 +258,14 @@ def colons(raw: bytes) -> int:
 
 
 def _explain(where: Path | str, raw: bytes, members: Mapping[str, msgspec.Raw], error: Exception) -> NoReturn:
-    """Raise CheckpointError that says what is wrong with a header that could not be decoded."""
+    """Raise CheckpointError that says what is wrong with a header that msgspec could not decode.
+
+    Args:
+        where: the name of the file for messages.
+        raw: the JSON text of the header.
+        members: the entries that could be separated, as JSON text.
+        error: the error of msgspec.
+    """
     what = f"the header of {where}"
     parsed = parse_json_object(raw, what) if len(raw) <= _EXPLAINED else {}
     metadata = parsed.pop("__metadata__", None)
@@ -269,7 +293,10 @@ def _cannot_be_read(what: str, error: Exception) -> CheckpointError:
 
 
 def header_length(where: Path | str, prefix: bytes, size: int) -> int:
-    """Return the header's length from the first 8 bytes of a file of `size` bytes. Raises CheckpointError."""
+    """Return the length of the header's JSON text in bytes, which the first 8 bytes of a file state.
+
+    `size` is the size of the file in bytes. Raises CheckpointError if the length is impossible.
+    """
     if prefix == POINTER[:8]:
         raise pointer(where)
     if len(prefix) < 8:
@@ -284,9 +311,9 @@ def header_length(where: Path | str, prefix: bytes, size: int) -> int:
 
 
 def parse_json_object(raw: bytes, what: str) -> dict[str, object]:
-    """Parse a JSON object: UTF-8, no duplicate keys, no NaN, no lone surrogates.
+    """Parse a JSON object strictly: only UTF-8, no key twice, no NaN, no lone surrogates. Raises CheckpointError.
 
-    Parsing needs up to 100 times as much memory as the text.
+    `what` names the text in messages. Parsing needs up to 100 times as much memory as the text.
     """
 
     def refuse(name: str) -> NoReturn:
@@ -313,14 +340,14 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _fits(shape: tuple[int, ...], bits: int, nbytes: int) -> bool:
-    """Return whether a tensor of this shape and element size in bits has `nbytes` bytes."""
+    """Return whether a tensor of this shape, with elements of `bits` bits, has exactly `nbytes` bytes."""
     if bits * math.prod(shape) != 8 * nbytes or len(shape) > MAX_DIMS:
         return False
     return bits * (math.prod(shape) or math.prod(filter(None, shape))) <= _MAX_BYTES
 
 
 def _check_entry(file: Path | str, name: str, entry: object) -> None:
-    """Raise CheckpointError unless a parsed entry of the header is a tensor."""
+    """Raise CheckpointError unless an entry of the header, parsed from JSON, describes a valid tensor."""
     where = f"{file}: tensor {_short(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(
@@ -346,7 +373,7 @@ def _is_sizes(value: object) -> bool:
 def _nbytes(where: str, dtype: str, shape: Sequence[int]) -> int:
     """Return the size of a tensor in bytes.
 
-    Raises CheckpointError if it is too large, or if a packed type does not fill whole bytes.
+    Raises CheckpointError if it is too large, or if the elements of a packed dtype do not fill whole bytes.
     """
     bits = DTYPES[dtype].bits
     # Without zeros, because numpy refuses a shape that would overflow without its zeros.
@@ -368,10 +395,17 @@ def _short(value: object) -> str:
 def build_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[TensorInfo]]:
-    """Return the header of a file for tensors given as (name, dtype, shape), and the places of the tensors.
+    """Return the header of a safetensors file, and the place of every tensor in the file.
 
-    The bytes are those of safetensors 0.8: sorted by dtype (DTYPES from last to first), then by name, and padded to 8
-    bytes. Raises CheckpointError.
+    The header has the same bytes as that of safetensors 0.8. It lists the tensors by dtype, in the reverse order of
+    DTYPES, and then by name, and is padded to a multiple of 8 bytes.
+
+    Args:
+        tensors: the name, dtype and shape of every tensor.
+        metadata: the content of `__metadata__`.
+
+    Raises:
+        CheckpointError: a dtype, shape or name is not allowed, or the header is too large.
     """
     for name, dtype, shape in tensors:
         if dtype not in DTYPES or not _is_sizes(shape) or len(shape) > MAX_DIMS:

@@ -1,8 +1,8 @@
-"""Read every weight file of a checkpoint separately. A fault in one file is reported, and the others are still read.
+"""Read the headers of all weight files of a checkpoint, one by one. If a file is broken, the others are still read.
 
-`open_checkpoint` refuses a folder whose index and files disagree; an audit reports how they disagree. Only headers
-are read, on the hub by range requests. A separate process reads pickles. The readers of other formats (DCP, the
-folders of training programs) open their own files.
+If the index and the files of a folder disagree, `open_checkpoint` raises an error. An audit uses this module to report
+how they disagree. Only headers are read, on the hub by range requests. A separate process reads pickles. Formats such
+as DCP and those of training programs are opened by their own readers.
 """
 
 import math
@@ -28,47 +28,47 @@ from .weights import Weights
 
 
 class _About(msgspec.Struct):
-    """The metadata in an index."""
+    """An index of weight files, of which only the metadata are read."""
 
     metadata: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class FileScan:
-    """The weight files of a checkpoint as far as they can be read."""
+    """What the headers of a checkpoint's weight files say, and which files cannot be read."""
 
     resolved: Reference
-    """The resolved reference."""
+    """The model reference, with its local folder or file."""
     folder: Path
-    """Where its small files are: config.json and the tokenizer's."""
+    """The folder with config.json and the tokenizer's files."""
     names: frozenset[str]
     """The names of all files in the folder or repository."""
     headers: Mapping[str, Header]
-    """The headers of the weight files that can be read, by file name. Dtypes in a GGUF's header have ggml's names."""
+    """The headers of the weight files that can be read, by file name. For a GGUF, dtypes have their names in ggml."""
     broken: Mapping[str, str]
-    """Weight files that cannot be read -> the reason."""
+    """The name of a weight file that cannot be read -> the reason."""
     index: Mapping[str, str] | None = None
-    """The file that the index names for each tensor; None without an index."""
+    """The name of a tensor -> the name of its file, according to the index. None without an index."""
     index_error: str = ""
-    """Why the index cannot be read."""
+    """Why the index cannot be read; empty if it can, or if there is none."""
     stale_index: str = ""
-    """The fault of an index next to a single weight file. Loaders read the single file and ignore the index."""
+    """What is wrong with an index next to a single weight file, which loaders ignore. Empty if nothing is wrong."""
     total_size: int | None = None
-    """The bytes of all tensors, according to the index."""
+    """The size of all tensors in bytes, according to the index. None if it does not say."""
     config: Mapping[str, Any] | None = None
     """config.json as an object; None without one."""
     config_error: str = ""
-    """Why config.json cannot be read."""
+    """Why config.json cannot be read; empty if it can, or if there is none."""
     revision: str | None = None
-    """The hub's commit."""
+    """The commit on the hub; None for a local checkpoint."""
     fetched: bool = True
     """Whether the weights are on this machine."""
     format: str = "safetensors"
     """ "safetensors", "pickle", or the name of a format of `converter.formats`."""
     stored: Weights | None = None
-    """The tensors, if they are not plain bytes of a safetensors file."""
+    """The tensors, if the files are not safetensors files; otherwise None."""
     opened: Opened | None = None
-    """The files as opened by the reader of another format."""
+    """The checkpoint as the reader of its format has opened it; None for Hugging Face and GGUF files."""
 
     @property
     def reference(self) -> str:
@@ -77,12 +77,12 @@ class FileScan:
 
     @property
     def own(self) -> tuple[str, str]:
-        """Return the usual names of a single weight file and of an index: those of safetensors or of pickles."""
+        """Return the usual names of the single weight file and of the index in this format (safetensors or pickles)."""
         return (PICKLE_SINGLE, PICKLE_INDEX) if self.format == "pickle" else (SINGLE, INDEX)
 
     @cached_property
     def holders(self) -> dict[str, list[str]]:
-        """Return the files that have a tensor of each name, by the tensor's name."""
+        """Return the names of the files that contain a tensor, for the name of every tensor. Usually it is one file."""
         files_of: dict[str, list[str]] = {}
         for file, header in self.headers.items():
             for name in header.tensors:
@@ -91,7 +91,10 @@ class FileScan:
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        """Return every tensor by name. If several files have it, use the file in the index, or else the first one."""
+        """Return every tensor's dtype, shape and place, by name.
+
+        If several files have the tensor, the file that the index names is used, or else the first one.
+        """
         infos = {}
         for name, files in self.holders.items():
             file = (self.index or {}).get(name, files[0])
@@ -100,12 +103,12 @@ class FileScan:
 
     @cached_property
     def weights(self) -> Weights:
-        """Return the tensors for reading as numbers. Those of other types are given as bytes."""
+        """Return the tensors for reading their values. Tensors whose dtype gptkit cannot convert are read as bytes."""
         return self.raw.numeric()
 
     @cached_property
     def raw(self) -> Weights:
-        """Return the tensors with their stored types."""
+        """Return the tensors for reading them with their stored dtypes."""
         if self.stored is not None:
             return self.stored
         stored = {}
@@ -117,7 +120,7 @@ class FileScan:
         return Weights(stored, fetched=self.fetched)
 
     def weight_files(self) -> WeightFiles:
-        """Return the headers for `open_checkpoint`, so that no header is read twice.
+        """Return the headers in the form that `open_checkpoint` uses, so that no header is read twice.
 
         Raises CheckpointError if the headers and the index disagree.
         """
@@ -128,7 +131,7 @@ class FileScan:
 
 
 def scan(reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False) -> FileScan:
-    """Read the headers of all safetensors files of a reference, or of its GGUF or pickles.
+    """Read the headers of all weight files of a model.
 
     Raises:
         InvalidInput: there is no such checkpoint, or it has no weight file. UntrustedInput: it has only pickles, which
@@ -172,7 +175,7 @@ def _of_folder(resolved: Reference) -> FileScan:
 def _of_format(resolved: Reference, allow_pickle: bool) -> FileScan:
     """Scan a checkpoint of another format with its own reader.
 
-    If the reader finds no model in a file of pickled tensors, the tensors themselves are returned.
+    If the reader finds no model, but the files are pickles with tensors, the result has these tensors.
     """
     assert resolved.path is not None and resolved.source is not None and resolved.other is not None
     assert resolved.other.read is not None and resolved.format is not None
@@ -225,7 +228,7 @@ def _of_gguf(resolved: Reference) -> FileScan:
 
 
 def _with_pickles(files: FileScan, allow_pickle: bool) -> FileScan:
-    """Return the scan with the tensors of the pickles, if there are any."""
+    """Return the scan with the tensors in the pickles of the folder, or unchanged if there are no pickles."""
     try:
         index = read_index(files.folder / PICKLE_INDEX) if PICKLE_INDEX in files.names else None
         error = ""

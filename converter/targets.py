@@ -1,6 +1,7 @@
-"""Parse the name of an output format: the values of `--to`, `--as` and `save`.
+"""Parse the name of an output format, such as "gguf" or "hf:FAMILY": the values of `--to`, `--as` and of `save`.
 
-This module is also used for help texts, errors and shell completion, so it imports nothing else until it parses.
+This module is also used for help texts, errors and shell completion. To be fast, it imports the model families only
+when a name is parsed.
 """
 
 from collections.abc import Sequence
@@ -20,23 +21,27 @@ FORMATS = {
         ("trained", "trained"),
     )
 }
-"""The module of every format (see `formats.Format`), also of plugins. A name after a colon is the format's object in
-the module; otherwise the module itself is the format."""
+"""The name of a format -> the module with its functions (see `formats.Format`). Plugins may add formats.
+
+With "MODULE:NAME", an object of this name in the module has the functions."""
 
 
 READ_ONLY = "trained"
-"""The only format that is not written: checkpoints of training programs."""
+"""The only format that gptkit reads but does not write: checkpoints of training programs."""
 
 
 def register(format_: str, module: str) -> None:
-    """Register a format with the full name of its module. Raises UsageError if the name exists already."""
+    """Register a format of a plugin. `module` is the full name of its module.
+
+    Raises UsageError if there is already a format of this name.
+    """
     if format_ in FORMATS or format_ in ("local", "hf", "tree"):
         raise UsageError(f"a format with the name {format_} is already registered")
     FORMATS[format_] = module
 
 
 FOLDERS = ("local", "hf", "hf:FAMILY", "hf:auto")
-"""gptkit's own format and Hugging Face files: the formats for a model that is not yet in files."""
+"""gptkit's own format and Hugging Face files: the formats that `save` and `swap` can write."""
 
 
 def targets() -> tuple[str, ...]:
@@ -51,16 +56,17 @@ class Target:
     kind: str
     """gptkit's own format ("local"), Hugging Face files ("hf"), or one of `FORMATS`."""
     family: str | None = None
-    """For Hugging Face files: a family, "auto" for the first that can express the tree, or None for the original's."""
+    """The family of Hugging Face files; None for that of the original, "auto" for the first that can store the model."""
 
     def __str__(self) -> str:
         return self.kind if self.family is None else f"{self.kind}:{self.family}"
 
 
 def target(to: str | Target, known: Sequence[str] | None = None) -> Target:
-    """Parse one of the `known` names (None: all).
+    """Parse the name of an output format.
 
-    Raises UsageError; UnknownFamily for "hf:NAME" without such a family.
+    `known` are the allowed names, by default all of them. Raises UsageError; UnknownFamily for "hf:NAME" if there is no
+    family of this name.
     """
     if isinstance(to, Target):
         return to

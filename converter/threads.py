@@ -1,7 +1,7 @@
-"""Choose the number of threads for a computation, by the size of the model and the number of free cores.
+"""Choose the number of threads for a computation from the size of the model and the number of free cores.
 
-By default torch and OpenBLAS use one thread per core, and waiting threads spin. On small models, or next to other
-programs, this costs several times the CPU time of one thread, and is no faster.
+By default torch and OpenBLAS use one thread per core, and waiting threads use CPU time. For small models, or if other
+programs run on the machine, this takes several times the CPU time of one thread and is not faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def worth(parameters: int, free: int) -> int:
-    """Return the number of threads that is worth using for a model with this number of parameters on `free` cores."""
+    """Return the number of threads to use for a model with this number of parameters, if `free` cores are free."""
     return max(1, min(free, parameters // _PARAMETERS))
 
 
@@ -92,7 +92,7 @@ def suit(spec: ModelSpec) -> None:
 
 @contextmanager
 def as_before() -> Iterator[None]:
-    """Restore the number of threads of torch and BLAS on leaving. Also usable as a decorator."""
+    """Restore the number of threads of torch and BLAS at the end of a `with` or of a decorated function."""
     blas = _blas()
     blas_threads = None if blas is None else blas[0]()
     torch = sys.modules.get("torch")
@@ -108,9 +108,10 @@ def as_before() -> Iterator[None]:
 
 @cache
 def _by_itself() -> frozenset[int]:
-    """Return the numbers of threads that torch may choose by default.
+    """Return the numbers of threads that torch may have chosen by itself.
 
-    They are the number of cores of this process or of the machine or, with MKL, that without hyperthreads.
+    Depending on its libraries, torch uses the number of cores of this process, that of the machine, or (with MKL) the
+    number of cores without hyperthreads.
     """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     files = [Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") for core in cores]
@@ -120,7 +121,7 @@ def _by_itself() -> frozenset[int]:
 
 @cache
 def _blas() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer] | None:
-    """Return the getter and setter of the number of threads in numpy's OpenBLAS, or None if numpy has none."""
+    """Return the functions of numpy's OpenBLAS that get and set the number of threads, or None without OpenBLAS."""
     numpy = sys.modules.get("numpy")
     if numpy is None or numpy.__file__ is None:
         return None

@@ -1,11 +1,14 @@
 """Convert text to token ids and back with a checkpoint's tokenizer, and find the tokenizer's files.
 
-The `tokenizers` library reads tokenizer.json. As in transformers 5, the file's own post-processor decides about special
-tokens, not `add_bos_token` and `add_eos_token` in tokenizer_config.json. Ids are those of AutoTokenizer, with one
-exception: for a llama tokenizer, AutoTokenizer puts no "▁" before text that directly follows a special token in the
-prompt ("<s>Once"), whatever the file says, and gptkit follows the file. AutoTokenizer reads older forms
-(tokenizer.model, vocab.json with merges.txt), only from local files and never with a repository's own code. All of this
-runs in a separate process (`tokenizer_process`).
+The `tokenizers` library reads tokenizer.json. Whether special tokens are added to a text depends only on the
+post-processor in this file, as in transformers 5, and not on `add_bos_token` in tokenizer_config.json.
+
+The ids are the same as with AutoTokenizer, with one exception. In a prompt such as "<s>Once", text directly follows a
+special token. For a llama tokenizer, AutoTokenizer puts no "▁" before this text, whatever the file says; gptkit does
+what the file says.
+
+AutoTokenizer reads older forms (tokenizer.model, or vocab.json with merges.txt), only from local files and never with a
+repository's own code. All of this runs in a separate process (`tokenizer_process`).
 """
 
 import importlib.util
@@ -25,12 +28,19 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """A tokenizer in a separate process, which ends with this object. Every method raises InvalidInput if it fails.
+    """A tokenizer that runs in a separate process. The process ends when this object is deleted.
 
-    It is read from `path`, from `text` (the content of this file), or by AutoTokenizer from a `folder`.
+    Every method raises InvalidInput if it fails.
     """
 
     def __init__(self, path: Path, text: bytes | None = None, folder: Path | None = None) -> None:
+        """Load the tokenizer.
+
+        Args:
+            path: the path of tokenizer.json. With `folder`, it is only used in messages.
+            text: the content of tokenizer.json, if it is already read.
+            folder: a folder without tokenizer.json, which AutoTokenizer reads.
+        """
         self.path = path
         self.eos_ids: tuple[int, ...] = ()
         files = [path] if folder is None else token_files(folder)
@@ -75,35 +85,38 @@ class Tokenizer:
         return int(self._ask("get_vocab_size"))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return the ids of a text, with the special tokens that the tokenizer adds.
+        """Return the token ids of a text, with the special tokens that the tokenizer adds unless `special` is False.
 
-        Raises UsageError: invalid Unicode.
+        Raises UsageError if the text is not valid Unicode.
         """
         return list(self._ask("encode", _unicode(text), special))
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the ids of a text without special tokens, and the character position at which each token ends."""
+        """Return the token ids of a text without added special tokens, and the end of every token.
+
+        An end is a position in the text, counted in characters.
+        """
         ids, ends = self._ask("ends", _unicode(text))
         return ids, ends
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of ids.
+        """Return the text of token ids.
 
-        Ids without a token (unused rows) are left out; an incomplete character becomes U+FFFD.
+        Ids of unused rows of the embedding are left out. The bytes of an incomplete character become U+FFFD.
         """
         return str(self._ask("decode", list(ids), skip_special_tokens))
 
     def to_json(self) -> str:
-        """Return the tokenizer as a tokenizer.json."""
+        """Return the tokenizer as the text of a tokenizer.json."""
         return str(self._ask("to_str"))
 
     def token(self, token_id: int) -> str | None:
-        """Return a token as the vocabulary writes it, or None."""
+        """Return the token with this id as it is written in the vocabulary, or None if there is none."""
         token: str | None = self._ask("id_to_token", token_id)
         return token
 
     def ids(self, tokens: Iterable[str]) -> list[int | None]:
-        """Return the ids of tokens as the vocabulary writes them, with None for unknown ones."""
+        """Return the ids of tokens that are given as in the vocabulary. The id of an unknown token is None."""
         return list(self._ask("token_to_id", list(tokens)))
 
 
@@ -116,14 +129,19 @@ def _unicode(text: str) -> str:
 
 
 class StreamDecoder:
-    """Decodes ids one by one. All pieces, with that of `finish`, give the same text as decoding all ids at once.
+    """Decodes token ids one by one. All returned pieces together are the text of decoding all ids at once.
 
-    With a `prompt`, the pieces are the text that follows the prompt, including a space at the beginning. Text that
-    later ids could still change is delayed: bytes of an incomplete character, and byte tokens like <0xE4> until another
-    token follows. (The DecodeStream of tokenizers never returns these.)
+    Text that later ids could still change is delayed: the bytes of an incomplete character, and byte tokens such as
+    <0xE4> until another token follows. (The DecodeStream of the tokenizers library never returns it.)
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False, prompt: Iterable[int] = ()) -> None:
+        """Begin after the ids of a `prompt`.
+
+        The pieces are then the text after the prompt, with a space at its beginning.
+
+        With `skip_special_tokens`, special tokens are left out of the text.
+        """
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         # A decoder may change the beginning of a text (drop its space), so the ids of the last piece are decoded again
@@ -153,23 +171,26 @@ class StreamDecoder:
         return piece
 
     def finish(self) -> str:
-        """Return the delayed text at the end, and reset the decoder."""
+        """Return the text that is still delayed after the last id, and reset the decoder."""
         piece = _after(self._given, self._tokenizer.decode(self._ids))
         self._ids, self._given_ids, self._given = [], 0, ""
         return piece
 
 
 def _after(given: str, text: str) -> str:
-    """Return the rest of a text after its common prefix with `given`.
+    """Return the part of a text that comes after the text `given`, with which it begins.
 
-    `text` may not begin with all of `given`, because the last character of a prompt may be incomplete.
+    The last character of `given` may be incomplete. Then only the common beginning of the two texts is removed.
     """
     same = next((at for at, (a, b) in enumerate(zip(given, text, strict=False)) if a != b), min(len(given), len(text)))
     return text[same:]
 
 
 def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> Tokenizer | None:
-    """Return the tokenizer of a folder, or of `texts` stored in its weight file, or None. Raises InvalidInput."""
+    """Return the tokenizer of a folder, or None if there is none. Raises InvalidInput.
+
+    `texts` are files that are stored inside the weight file, such as a GGUF, by name. They have precedence.
+    """
     path, text, older = folder / "tokenizer.json", None, None
     if texts and path.name in texts:
         text = texts[path.name]
@@ -197,9 +218,10 @@ def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> To
 def eos_ids(
     folder: Path, tokenizer: Tokenizer | None = None, texts: Mapping[str, bytes] | None = None
 ) -> tuple[int, ...]:
-    """Return the ids that end a text, from the `texts` or the folder. Raises InvalidInput.
+    """Return the ids of the tokens that end a text. Raises InvalidInput.
 
-    They are in generation_config.json, else in config.json, else they are the tokenizer's `eos_token`.
+    The ids are in generation_config.json, or else in config.json. Otherwise `eos_token` in tokenizer_config.json is
+    used. These files are in `texts`, by name, or else in the folder.
     """
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name, texts).get("eos_token_id")
@@ -218,9 +240,9 @@ def eos_ids(
 
 
 def start_id(folder: Path, config: Mapping[str, Any] | None, texts: Mapping[str, bytes] | None = None) -> int | None:
-    """Return the id with which the decoder of an encoder-decoder starts, or None. Raises InvalidInput.
+    """Return the id of the first token that the decoder of an encoder-decoder gets, or None. Raises InvalidInput.
 
-    It is in generation_config.json, else in the model's `config`.
+    It is in generation_config.json (in `texts`, by name, or else in the folder), or else in the model's `config`.
     """
     for settings in (_read_json(folder / "generation_config.json", texts), config or {}):
         value = settings.get("decoder_start_token_id")
@@ -241,7 +263,10 @@ def token_files(folder: Path) -> list[Path]:
 
 
 def _read_json(path: Path, texts: Mapping[str, bytes] | None = None) -> dict[str, Any]:
-    """Read a JSON object from `texts` if there are any, else from the file; empty if there is no such file."""
+    """Return the JSON object in a file; empty if there is no such file.
+
+    If `texts` (the content of files by name) are given, the file is read from them.
+    """
     if texts:
         return parse_config_text(texts[path.name], path.name) if path.name in texts else {}
     return read_config_file(path)[0] if path.is_file() else {}

@@ -1,7 +1,7 @@
 """Load and run an untrusted tokenizer: a worker of `confinement`, which `tokenizer` asks.
 
-A tokenizer's file is like a program: it may have regular expressions that never end, normalizers that double a text
-many times, and tables that crash the library. The limits of time and memory depend on the size of the input.
+A tokenizer's file may have regular expressions that never end, normalizers that double a text many times, and tables
+that crash the library. The limits of time and memory depend on the size of the input.
 """
 
 import sys
@@ -19,7 +19,10 @@ _loaded: list[Any] = []  # the library's tokenizer, after the first question
 
 
 def answer(question: dict[str, Any]) -> Any:
-    """Load the tokenizer of the first question. Later questions call a method of the library by its name."""
+    """Answer a question about a tokenizer.
+
+    The first question says which tokenizer to load. Every later one names a method to call (`what`) and its arguments.
+    """
     if not _loaded:
         _loaded.append(_load(question))
         return None
@@ -42,12 +45,12 @@ def answer(question: dict[str, Any]) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Return the error message of the library."""
+    """Return the text of an error that the tokenizer library raised."""
     return f"{error!s:.1000}" or type(error).__name__
 
 
 def _load(question: dict[str, Any]) -> Any:
-    """Load a tokenizer, and turn off truncation and padding."""
+    """Load the tokenizer that the first question describes, without truncation and padding."""
     allow(0, _LIBRARIES)
     sys.path += question["libraries"]
     if "older" in question:
@@ -64,7 +67,10 @@ def _load(question: dict[str, Any]) -> Any:
 
 
 def _older(folder: str, nbytes: int) -> Any:
-    """Load tokenizer.model, or vocab.json and merges.txt, with AutoTokenizer."""
+    """Load a tokenizer without tokenizer.json from its folder, with AutoTokenizer.
+
+    `nbytes` is the size of its files.
+    """
     modules: dict[str, Any] = sys.modules
     modules["torch"] = None  # transformers needs no torch for a tokenizer
     from transformers import AutoTokenizer

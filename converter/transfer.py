@@ -1,8 +1,8 @@
-"""Write a checkpoint's tensors into the files of a plan, at the speed of copying.
+"""Write a checkpoint's tensors into the files of a plan, with several threads.
 
-A tensor that has the same bytes in the source and in the output is copied. Others are read through their layouts, as
-views of the memory-mapped file. They are written a few rows at a time, in the order of the source, and within a memory
-limit.
+A tensor that has the same bytes in the source and in the output is copied. The elements of other tensors are rearranged
+and cast a few rows at a time, as views of the memory-mapped source file. The tensors are written in the order of the
+source. The memory that the threads use together is limited.
 """
 
 from __future__ import annotations
@@ -34,14 +34,20 @@ IN_FLIGHT = 128 * 2**20  # the most bytes of tensors in memory for all workers, 
 
 
 class StoppedError(Exception):
-    """Another worker or process failed, and its error is the one to report."""
+    """This thread stops because another thread or process has failed. The other error is the one to report."""
 
 
 class Scheduler:
-    """Runs jobs in order, within limits of threads and memory. A job above the memory limit runs alone."""
+    """Runs jobs in threads, in the given order, within a memory limit. A job that needs more memory runs alone."""
 
     def __init__(self, workers: int, limit: int, stop: threading.Event | None = None) -> None:
-        """`limit` is the most bytes that all running jobs may use. Setting `stop` from outside ends the work soon."""
+        """Set the limits.
+
+        Args:
+            workers: the number of threads.
+            limit: the number of bytes of memory that all running jobs may use together.
+            stop: an event that the caller may set to end the work soon.
+        """
         self._workers, self._limit = workers, limit
         self._held, self._changed = 0, threading.Condition()
         self._failed, self._outside = threading.Event(), stop
@@ -57,9 +63,9 @@ class Scheduler:
             raise StoppedError
 
     def run(self, jobs: Iterable[Any], work: Callable[[Any], None]) -> None:
-        """Run `work` on all jobs. The attribute `memory` of a job is the number of bytes that it uses.
+        """Call `work` with every job. The attribute `memory` of a job is the number of bytes of memory that it uses.
 
-        After the first error no job is started, and the error is raised.
+        After the first error no further job is started, and the error is raised.
         """
         running: list[Future[None]] = []
         with ThreadPoolExecutor(self._workers, thread_name_prefix="gptkit") as pool:
@@ -100,9 +106,9 @@ class Scheduler:
 
 
 def dependents(count: int, pairs: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Return the connected components of the graph with nodes 0 to `count` - 1.
+    """Return the connected components of a graph with the nodes 0 to `count` - 1.
 
-    Every item of `pairs` connects all nodes in it.
+    Every item of `pairs` is a list of nodes that are connected with each other.
     """
     first = list(range(count))
 
@@ -123,7 +129,10 @@ def dependents(count: int, pairs: Iterable[Sequence[int]]) -> list[list[int]]:
 
 
 def shared_tensors(checkpoint: TensorFiles, leaves: Iterable[BoundLeaf]) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
-    """Return the leaves' tensors and dtypes by shared name, as views of the files if the layouts allow it."""
+    """Return the parameters that some checkpoint tensors store: array and dtype, by gptkit's name of the parameter.
+
+    If possible, the arrays are views of the files.
+    """
     return {
         name: (array, checkpoint.dtype_of(leaf))
         for leaf in leaves
@@ -137,16 +146,18 @@ _READ = 1 << 23  # bytes to produce before the pages of their sources are releas
 
 @dataclass(frozen=True)
 class _TransferJob:
-    """The outputs that are made of the same source tensors."""
+    """The task of writing all outputs that are made of the same source tensors."""
 
     sources: tuple[BoundLeaf, ...]
+    """The source tensors."""
     outputs: tuple[tuple[Shard, Output], ...]
+    """The tensors to write, with their files."""
     copied: bool
-    """Whether the job copies bytes, and computes nothing."""
+    """Whether the bytes are just copied."""
     memory: int
-    """The number of bytes that the job uses, with pages of mapped files."""
+    """The number of bytes of memory that the job uses, including pages of memory-mapped files."""
     pieced: bool = False
-    """Whether the job dequantises some rows at a time."""
+    """Whether the source tensor is dequantised and written some rows at a time."""
 
 
 @dataclass
@@ -154,24 +165,24 @@ class Transferred:
     """The result of writing the tensors of a checkpoint: hashes of the files, and the effects of rounding."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
-    """The hashes by file."""
+    """The hashes of the written files, by file name."""
     rounded: dict[str, Rounding] = field(default_factory=dict)
-    """The effect of rounding, by tensor."""
+    """The effect of casting to a narrower dtype, by tensor name, if values changed."""
     quantised: dict[str, Quantisation] = field(default_factory=dict)
-    """The error of quantising, by tensor."""
+    """The error of quantising, by tensor name."""
     not_finite: dict[str, int] = field(default_factory=dict)
-    """The number of NaN and infinite values, by tensor."""
+    """The number of NaN and infinite values, by tensor name, if there are any."""
     resumed: int = 0
-    """Bytes of files that an earlier, interrupted run had finished."""
+    """The size in bytes of all files that an earlier, interrupted run had already written."""
 
     def add(self, other: Transferred) -> None:
-        """Add the result of another process of the same run."""
+        """Add the result of another process of the same conversion."""
         for name in ("files", "rounded", "quantised", "not_finite"):
             getattr(self, name).update(getattr(other, name))
 
 
 def jobs_of(plan: FolderPlan, source: TensorFiles) -> list[_TransferJob]:
-    """Return the jobs of a plan, in the order of the source's tensors."""
+    """Return the jobs that write the files of a plan, in the order of the source's tensors."""
     holder = {name: index for index, leaf in enumerate(source.leaves) for name in leaf.shared}
     outputs = [(shard, output) for shard in plan.shards for output in shard.outputs]
     outputs_of: dict[int, list[tuple[Shard, Output]]] = {}
@@ -202,14 +213,14 @@ def _job(source: TensorFiles, leaves: Sequence[BoundLeaf], outputs: Sequence[tup
 
 
 def _same_bytes(source: TensorFiles, leaf: BoundLeaf, output: Output) -> bool:
-    """Return whether an output has the same bytes as the source's tensor, provided that the layouts are the same."""
+    """Return whether the source tensor's bytes can be copied, provided that the output has the same layout."""
     if output.encode is not None or output.around is not None or source.dtype_of(leaf) != output.dtype:
         return False
     return source.span(leaf) is not None
 
 
 def _same_layout(leaf: BoundLeaf, output: Output) -> bool:
-    """Return whether an output has the elements of the source's tensor in the same order."""
+    """Return whether an output has the same elements in the same order as a source tensor."""
     if (leaf.shared, leaf.shape) != (output.leaf.shared, output.leaf.shape):
         return False
     ours, theirs = leaf.layout, output.leaf.layout
@@ -217,7 +228,7 @@ def _same_layout(leaf: BoundLeaf, output: Output) -> bool:
 
 
 def memory_of(jobs: Sequence[_TransferJob], max_memory: int | None = None) -> int:
-    """Return the largest number of bytes of tensors that the jobs have in memory at the same time.
+    """Return the number of bytes of memory that the running jobs may use together.
 
     Raises UsageError if a job needs more than `max_memory`.
     """
@@ -242,9 +253,17 @@ def transfer(
     stop: threading.Event | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Transferred:
-    """Write the plan's files into a staging folder, except those that an earlier run has finished.
+    """Write the files of a plan into a staging folder, except weight files that an interrupted run has finished.
 
-    With `only`, write these shards, because other processes write the rest. Setting `stop` ends the transfer.
+    Args:
+        plan: the plan.
+        source: the checkpoint whose tensors are written.
+        staging: the folder.
+        workers: the number of threads; by default one per core.
+        max_memory: the maximum number of bytes of memory for tensors.
+        only: the names of the weight files to write, if other processes write the others and all small files.
+        stop: an event that the caller may set to end the transfer.
+        progress: called with the number of bytes of every tensor that was written.
 
     Raises:
         CheckpointError, GptkitError: reading or writing fails. UsageError: `max_memory` is too small.
@@ -277,7 +296,7 @@ def transfer(
 
 @dataclass
 class _Carrier:
-    """The state that the workers of a transfer share."""
+    """The state that the threads of a transfer share."""
 
     source: TensorFiles
     staging: Staging
@@ -285,12 +304,13 @@ class _Carrier:
     progress: Callable[[int], None] | None
     scheduler: Scheduler
     writers: dict[str, BlockFile] = field(default_factory=dict)
+    """The weight files that are written, by file name."""
     remaining: dict[str, int] = field(default_factory=dict)
-    """The number of tensors still to write, by file."""
+    """The number of tensors that are not yet written, by file name."""
     crcs: dict[tuple[str, str], int] = field(default_factory=dict)
-    """The crc32 of tensors in archives, by file and tensor."""
+    """(file name, tensor name) -> the crc32 of the tensor, in archives of torch.save."""
     sources: dict[Path, int] = field(default_factory=dict)
-    """The file descriptors of the source files that were opened."""
+    """The file descriptors of the opened source files, by path."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, shard: Shard) -> None:
@@ -357,7 +377,10 @@ class _Carrier:
         self.source.release()
 
     def _released(self, pieces: Iterable[np.ndarray], leaf: BoundLeaf) -> Iterator[np.ndarray]:
-        """Yield the pieces of a leaf. From time to time, release the pages of the source files that were read."""
+        """Yield the pieces of a source tensor.
+
+        From time to time, release the memory of pages that were read for them.
+        """
         read = 0
         for piece in pieces:
             yield piece
@@ -368,7 +391,7 @@ class _Carrier:
         self.source.release()
 
     def _write(self, file: BlockFile, output: Output, pieces: Iterable[np.ndarray], dtype: str) -> None:
-        """Write a tensor, some rows at a time."""
+        """Cast or quantise the pieces of a tensor, which have the type `dtype`, and write them."""
         bad, cost, loss, crc, around, name = 0, Rounding(), Quantisation(), 0, output.around, output.leaf.checkpoint
         with file.pieces(name) as piece:
             if around is not None:
@@ -421,9 +444,9 @@ class _Carrier:
 
 
 def _row_slices(array: np.ndarray, multiple: int) -> Iterator[Any]:
-    """Yield slices of the first axis, of about `_ROWS` bytes each. The number of rows is a multiple of `multiple`.
+    """Yield slices that divide the first axis of an array into parts of about `_ROWS` bytes.
 
-    For a scalar or an empty array, yield one slice of everything.
+    The number of rows of a part is a multiple of `multiple`. For a scalar or an empty array, yield one index of it all.
     """
     if array.ndim == 0 or array.size == 0:
         yield ...
@@ -434,7 +457,7 @@ def _row_slices(array: np.ndarray, multiple: int) -> Iterator[Any]:
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
-    """Return a contiguous copy. It copies a transposed matrix in strips of a cache line, which is faster than numpy."""
+    """Return the array in contiguous memory. A transposed matrix is copied in strips, which is faster than in numpy."""
     if array.ndim != 2 or array.flags.c_contiguous or array.strides[0] != array.itemsize:
         return np.ascontiguousarray(array)
     out = np.empty(array.shape, array.dtype)

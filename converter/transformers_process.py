@@ -1,7 +1,7 @@
 """Build transformers' own class from a config.json, and return the names and shapes of its parameters.
 
-This is a worker of `confinement`. A config.json from elsewhere may ask for a model of any size. So the model is built
-on the meta device, where parameters need no memory, and in this process, whose time and memory are limited.
+This is a worker of `confinement`. A config.json is untrusted and may describe a model of any size. So the model is
+built on torch's meta device, where parameters need no memory, and in this process, whose time and memory are limited.
 """
 
 import json
@@ -20,10 +20,11 @@ _BUILDING = (2**33, 0, 12.0, 0.0)  # DeepSeek-V3 with twice its layers takes 2 s
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Return the class of a config, and the names and shapes of its parameters (shared parameters once).
+    """Build the model for the config in the question. Return its class, and the names and shapes of its parameters.
 
-    If the question has tensors, the answer also has "loading" (`_loading`). If it asks for `fields`, only these are
-    returned (`_fields`).
+    Shared parameters are returned once. If the question has the names and shapes of tensors, the answer also has
+    "loading" (`_loading`). If the question asks for "fields", no model is built, and the answer has only the fields of
+    the config (`_fields`).
     """
     allow(0, LIBRARIES, DATA)
     sys.path += question["libraries"]
@@ -50,9 +51,9 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fields(config: Any, whole: bool = True) -> dict[str, Any]:
-    """Return a config's attributes as JSON, including defaults, aliases and computed values.
+    """Return the attributes of transformers' config object as JSON, including defaults, aliases and computed values.
 
-    `whole` includes nested configs.
+    With `whole`, the attributes of nested configs, such as text_config, are included.
     """
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     for name in {*vars(config), *dir(config), *config.attribute_map}:
@@ -68,10 +69,14 @@ def _fields(config: Any, whole: bool = True) -> dict[str, Any]:
 
 
 def _loading(model: Any, tensors: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return how `from_pretrained` would load a checkpoint's tensors, without loading them. It repeats the steps of
-    `core_model_loading.convert_and_load_state_dict_in_model` and `_adjust_missing_and_unexpected_keys`. Tensors are
-    "ignored" (silently), "unexpected" (no place), "mismatched" (other shape) or "renamed". Parameters without a tensor
-    are "missing", or "unneeded" if the model computes them.
+    """Return what `from_pretrained` would do with the tensors of a checkpoint, which are given by name and shape.
+
+    This repeats the steps of transformers' `core_model_loading.convert_and_load_state_dict_in_model` and
+    `_adjust_missing_and_unexpected_keys`, without loading anything. The result has lists of names:
+
+    - of tensors: "ignored" (without a warning), "unexpected" (there is no such parameter), "mismatched" (other shape)
+    - of parameters without a tensor: "missing", or "unneeded" if the model needs no tensor for them
+    - "renamed": the name of a tensor -> the name of its parameter
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -119,7 +124,10 @@ def _loading(model: Any, tensors: dict[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def _class_name(auto: Any, config: dict[str, Any]) -> str:
-    """Return the class that config.json names, or else transformers' causal language model for its model_type."""
+    """Return the name of the class in config.json, or else of transformers' causal language model for its model_type.
+
+    `auto` is the module transformers.models.auto.modeling_auto.
+    """
     named = config.get("architectures")
     if isinstance(named, list) and named and isinstance(named[0], str):
         return named[0]
@@ -130,5 +138,5 @@ def _class_name(auto: Any, config: dict[str, Any]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the library's error message."""
+    """Return the text of an error that torch or transformers raised."""
     return f"{type(error).__name__}: {error!s:.400}"

@@ -1,8 +1,9 @@
-"""Read the tree of a checkpoint from its config alone: gptkit.json of gptkit's own format, or config.json. No numpy.
+"""Read the tree of components of a checkpoint from its config: gptkit.json (gptkit's own format) or config.json.
 
-gptkit.json has the tree as JSON, a schema version, the dtype to compute in, the origin of the checkpoint (with the text
-of its config.json, so that converting back restores it byte for byte) and the changes since. A .json file of any name
-with this content is a tree without weights (`write_spec`), which every command that needs no weights accepts.
+gptkit.json has the tree as JSON, a schema version, the dtype to compute in, the origin of the checkpoint, and the
+changes since then. The origin has the text of the original config.json, so that converting back restores it byte for
+byte. A .json file of another name may have the same content. It is a tree without weights (`write_spec`), which every
+command that needs no weights accepts. This module does not import numpy.
 """
 
 import json
@@ -31,23 +32,26 @@ _LOCAL_SCHEMA = 1
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a tree."""
+    """Where a tree of components comes from."""
 
     family: str | None = None
+    """The name of the model family; None if gptkit does not know it."""
     config_text: str | None = None
     """The text of the original config.json."""
     reference: str | None = None
+    """The name of the original model, such as org/name."""
     revision: str | None = None
     """The commit on the hub."""
     history: tuple[dict[str, Any], ...] = ()
-    """The changes since, such as swaps and healing, oldest first."""
+    """The changes to the original model, such as swaps and healing, oldest first."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """The headers of the original's weight files, and its index, as texts by file name. From them gptkit can write
-    identical files."""
+    """The headers of the original's weight files and its index, as texts by file name.
+
+    With them gptkit can write files with the same bytes as the original."""
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """The original config.json as an object."""
+        """The fields of the original config.json; None if there is none."""
         return None if self.config_text is None else parse_config_text(self.config_text, "the original config.json")
 
 
@@ -63,7 +67,18 @@ class OtherClass(CheckpointError):
 
 
 def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return (spec, origin, unknown fields) of a folder or weight file from its config `file`. Raises InvalidInput."""
+    """Read the config of a folder or weight file.
+
+    Return its tree, the origin of the tree, and the unknown config fields.
+
+    Args:
+        file: the config: config.json, gptkit.json or another .json file.
+        path: the folder or weight file, for messages.
+        folder: whether `path` is a folder.
+
+    Raises:
+        InvalidInput: there is no config, or it cannot be read.
+    """
     if not file.is_file() or file.name == ADAPTER_CONFIG:
         refuse_pointer(path)
         _refuse_adapter(path, path if folder else path.parent)
@@ -94,14 +109,16 @@ _BESIDE = {
     "quantize_config.json": ("gptq", {}),
     "quant_config.json": ("awq", {"w_bit": "bits", "q_group_size": "group_size"}),
 }
-"""The files in which AutoGPTQ and AutoAWQ describe quantisation: the method, and config.json's names for fields."""
+"""The file in which AutoGPTQ or AutoAWQ describes the quantisation -> the method, and how to rename its fields.
+
+The new names are those of the fields in config.json.
+"""
 
 
 def quantised_beside(config: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return the quantization_config that a config.json lacks, from a file of the quantising program in the same
-    folder.
+    """Return the quantization_config for a config.json that has none, from a file of AutoGPTQ or AutoAWQ in the folder.
 
-    Return None if config.json has one, or if there is no such file. Raises ConfigError.
+    Return None if config.json has a quantization_config, or if there is no such file. Raises ConfigError.
     """
     if quantisation(config) is not None:
         return None
@@ -117,13 +134,16 @@ def quantised_beside(config: Mapping[str, Any], folder: Path) -> dict[str, Any] 
 
 
 def _with_weights(folder: Path) -> list[str]:
-    """Return the folders, one or two levels below a folder, that may contain weights."""
+    """Return the subfolders, one or two levels below a folder, that have files with the names of weight files."""
     files = chain.from_iterable(islice(folder.glob(pattern), 1000) for pattern in ("*/*", "*/*/*"))
     return sorted({str(file.parent) for file in files if is_weights(file.name)})
 
 
 def _refuse_adapter(path: Path, folder: Path) -> None:
-    """Raise InvalidInput if a path is a peft adapter or inside one. The hint is the command that merges the adapter."""
+    """Raise InvalidInput if the folder contains an adapter of peft. The hint is the command that merges the adapter.
+
+    `path` is the path that the user gave, the folder or a file in it.
+    """
     if not (folder / ADAPTER_CONFIG).is_file():
         return
     config, _ = read_config_file(folder / ADAPTER_CONFIG)
@@ -143,9 +163,9 @@ def _refuse_adapter(path: Path, folder: Path) -> None:
 
 @contextmanager
 def _naming(file: str) -> Iterator[None]:
-    """Put the name of a file into errors that are raised inside a `with`.
+    """Put the name of a file into the messages of ConfigErrors that are raised inside a `with`.
 
-    The code that reads config.json names config.json in its errors, and the checks of the tree name no file.
+    Messages about config fields begin with "config.json", which is replaced. Messages about the tree name no file.
     """
     try:
         yield
@@ -156,7 +176,7 @@ def _naming(file: str) -> Iterator[None]:
 
 
 def _is_tree(path: Path, data: Mapping[str, Any]) -> bool:
-    """Return whether a .json file has gptkit's own format. A family's config.json has a model_type instead."""
+    """Return whether a .json file with this `data` has gptkit's own format, a tree, and is not a config.json."""
     return path.name != CONFIG and "spec" in data and "model_type" not in data
 
 
@@ -187,12 +207,12 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
 
 
 def holds_tree(path: Path) -> bool:
-    """Return whether a .json file is a tree without weights, as `write_spec` writes it."""
+    """Return whether a .json file contains a tree without weights, as `write_spec` writes it."""
     return path.name != CONFIG and path.is_file() and _is_tree(path, read_config_file(path)[0])
 
 
 def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any]:
-    """Return the content of gptkit.json. `dtype` is the dtype to compute in, by torch's name."""
+    """Return the content of gptkit.json for a tree. `dtype` is the dtype to compute in, by its name in torch."""
     return {
         "gptkit": __version__,
         "schema_version": _LOCAL_SCHEMA,
@@ -220,7 +240,7 @@ def write_spec(
         spec: the tree.
         path: a .json file that is not called config.json or gptkit.json.
         origin: where the tree came from.
-        dtype: the dtype to compute in, by torch's name.
+        dtype: the dtype to compute in, by its name in torch.
         force: replace an existing file.
 
     Raises:

@@ -1,9 +1,8 @@
-"""Find out what vLLM would do with the tensors of a checkpoint, by running the source of its models.
+"""Find out what vLLM would do with the tensors of a checkpoint, by running the source code of vLLM's model classes.
 
-This is a worker of `confinement`. It executes only the modules in vLLM's folders of models, without torch and the rest
-of vLLM. Everything that they import is replaced: layers have parameters without values, vLLM is on one GPU without
-options, and the rest are stand-ins with unknown values. If the model's code depends on an unknown value, the result is
-"unread".
+This is a worker of `confinement`. It executes only the modules that define vLLM's models, without torch and the rest of
+vLLM. Stand-ins replace everything that they import: layers have parameters without values, vLLM runs on one GPU without
+options, and all other values are unknown. If the code of a model depends on an unknown value, the result is "unread".
 """
 
 import ast
@@ -28,14 +27,14 @@ _MODELS = "vllm.model_executor.models"
 
 
 class _DependsOnUnknown(Exception):
-    """The model's code depends on an unknown value."""
+    """The code of a model depends on an unknown value, for example in an `if`."""
 
 
 # --- stand-ins -------------------------------------------------------------------------------------------------------
 
 
 class _Kind(type(Protocol)):  # type: ignore[misc]
-    """The metaclass of stand-ins for imported classes, functions and values. Only the name of an import is known."""
+    """The metaclass of `_Unknown`, whose subclasses stand in for imported classes, functions and values."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -61,7 +60,10 @@ class _Kind(type(Protocol)):  # type: ignore[misc]
 
 
 class _Unknown(metaclass=_Kind):
-    """A stand-in for an unknown value or module. It accepts all tensors that it is asked to load."""
+    """A stand-in for something imported, of which only the name is known, or for a value computed with it.
+
+    As a module of a model it accepts all tensors that it is asked to load, and records them as "unread".
+    """
 
     _is_protocol = False
 
@@ -101,7 +103,7 @@ class _Unknown(metaclass=_Kind):
 
 
 def _decorated(given: Any, named: Any) -> Any:
-    """Return the function or class that a call decorates, if it looks like the call of a decorator; else None."""
+    """Return the function or class that a call decorates, if the arguments are those of a decorator. Otherwise None."""
     return given[0] if len(given) == 1 and not named and isinstance(given[0], (type, types.FunctionType)) else None
 
 
@@ -112,7 +114,7 @@ def _elsewhere(name: str) -> Any:
 
 
 class _Off(_Unknown):
-    """A stand-in for an option that is not set. All of its attributes are off too."""
+    """A stand-in for an option of vLLM that is not set. It is false, and so are all of its attributes."""
 
     def _no(self, *_: Any) -> bool:
         return False
@@ -133,7 +135,7 @@ class _Off(_Unknown):
 
 
 class _Options(types.SimpleNamespace):
-    """Options of vLLM, of which only those given here are set."""
+    """An object with options of vLLM. Only the options in the constructor are set."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -142,9 +144,10 @@ class _Options(types.SimpleNamespace):
 
 
 class _Config(dict[str, Any]):
-    """config.json, as vLLM's models read it.
+    """A stand-in for transformers' config object, with the fields of config.json as attributes.
 
-    If it is not `complete`, missing fields have the defaults of transformers' config class, which are unknown here.
+    `complete` says whether it also has all default values. If not, missing fields are unknown values. `kind` is the
+    name of transformers' config class.
     """
 
     complete, kind = False, ""
@@ -172,7 +175,7 @@ def _config(given: Mapping[str, Any], complete: bool) -> _Config:
 
 
 class _Settings(_Options):
-    """vLLM's configuration of a model."""
+    """A stand-in for vLLM's VllmConfig."""
 
     def with_hf_config(self, config: Any, *_: Any, **__: Any) -> Any:
         return _settings(config, self.quant_config)
@@ -187,10 +190,13 @@ def _settings(config: _Config, quantised: Any) -> _Settings:
 
 
 class _Module:
-    """A replacement of torch's Module, with the methods that vLLM's loaders use."""
+    """A stand-in for torch.nn.Module, with the methods that vLLM uses when it loads weights."""
 
     checked = True
-    """Whether vLLM checks that all was loaded. It does not for layers with a quant_method (`track_weights_loading`)."""
+    """Whether vLLM checks that all parameters of the module were loaded (`track_weights_loading`).
+
+    It does not check layers with a quant_method.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -288,7 +294,7 @@ class _Dictionary(_Module):
 
 
 class _Parameter:
-    """A parameter, or a stored buffer."""
+    """A stand-in for a parameter, or for a buffer that is part of the state dict (`stored`)."""
 
     def __init__(self, *_: Any, stored: bool = False, **__: Any) -> None:
         vars(self).update(stored=stored, output_dim=0, input_dim=1, weight_loader=self._take)
@@ -305,7 +311,7 @@ class _Parameter:
 
 
 class _StubTensor(_Unknown):
-    """A tensor of the checkpoint, or a result computed from it."""
+    """A stand-in for a tensor of the checkpoint, or for a tensor computed from it. `origin` is the tensor's name."""
 
     def __init__(self, origin: str = "", shape: tuple[int, ...] | None = None) -> None:
         self.origin = origin
@@ -324,14 +330,14 @@ class _StubTensor(_Unknown):
 
 
 class _Layer(_Module):
-    """A layer of vLLM or torch."""
+    """A stand-in for a layer of vLLM or torch, such as a linear layer or a norm."""
 
     names: tuple[str, ...] = ("weight",)
-    """The names of the layer's parameters, without the bias."""
+    """The names of the layer's parameters, except the bias."""
     bias_else: bool | None = None
     """Whether the layer has a bias by default; None if it never has one."""
     place: int | None = None
-    """The position of the argument `bias` in the constructor."""
+    """The position of the constructor's argument `bias`, or None if `bias` is only passed by name."""
 
     def __new__(cls, *_: Any, **named: Any) -> Any:
         return object.__new__(cls) if named.get("quant_config") is None else _elsewhere("a quantised layer")()
@@ -355,13 +361,13 @@ def _layer(**fields: Any) -> Any:
 
 
 class _Embedding(_Layer):
-    """`VocabParallelEmbedding`; vLLM's loader recognises tied weights by this class."""
+    """A stand-in for `VocabParallelEmbedding`. vLLM's loader recognises tied weights by this class."""
 
     checked = False
 
 
 class _Head(_Embedding):
-    """`ParallelLMHead`."""
+    """A stand-in for `ParallelLMHead`."""
 
     bias_else = False
 
@@ -371,7 +377,10 @@ class _Head(_Embedding):
 
 
 class _Experts(_Layer):
-    """The experts of a mixture. They load tensors by the number of the expert and the name of the projection."""
+    """A stand-in for the experts of a mixture-of-experts layer, whose parameters contain all experts.
+
+    They load tensors by the number of the expert and the name of the projection.
+    """
 
     def __new__(cls, *_: Any, **named: Any) -> Any:
         own = named.get("quant_config") is not None or {"routed_experts_cls", "runner_cls"} & {*named}
@@ -398,9 +407,9 @@ class _Experts(_Layer):
 
 
 def _numbered(_: Any, **named: Any) -> list[Any]:
-    """Replace vLLM's `fused_moe_make_expert_params_mapping`.
+    """Stand in for vLLM's `fused_moe_make_expert_params_mapping`.
 
-    Models use its result to find the parameter for the tensor of an expert.
+    The result says, for the name of an expert's tensor, which fused parameter and which part of it to fill.
     """
     kinds = (("w1", "gate", "w13"), ("w2", "down", "w2"), ("w3", "up", "w13"))
     return [(f"experts.routed_experts.{place}_", f"experts.{expert}.{named[f'ckpt_{word}_proj_name']}.", expert, shard)
@@ -411,7 +420,7 @@ _SINGLE = _Options(is_first_rank=True, is_last_rank=True, world_size=1, rank_in_
 _SINGLE.device_group = types.SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 _PLACES = {"ColumnParallelLinear": 2, "MergedColumnParallelLinear": 2, "RowParallelLinear": 2, "ReplicatedLinear": 2}
 _PLACES |= {"QKVParallelLinear": 4}
-"""The position of `bias` among the arguments of layers."""
+"""The name of a layer class -> the position of the argument `bias` in its constructor."""
 _LINEAR = {"names": ("weight",), "bias_else": True, "checked": False}
 _HAVE: dict[str, Any] = {
     **{name: _layer(**_LINEAR, place=place) for name, place in _PLACES.items()},
@@ -457,14 +466,14 @@ _HAVE: dict[str, Any] = {
     "support_quantized_model_reload_from_hp_weights": lambda function: function,
     "supports_kw": lambda *_, **__: True,
 }
-"""The replacements of what models import, by name."""
+"""The name of a class, function or value that models import -> its stand-in."""
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
 class _UnknownModule(types.ModuleType):
-    """A module that is not executed. All of its attributes are stand-ins."""
+    """A Python module that is not executed. All of its attributes are stand-ins."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -475,7 +484,10 @@ class _UnknownModule(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An import hook that finds vLLM's models and the standard library, and gives an `_UnknownModule` for the rest."""
+    """An import hook.
+
+    It imports the standard library and the modules of vLLM's models. Others become `_UnknownModule`s.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -497,14 +509,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Log:
-    """A record of which tensors were loaded."""
+    """A record of what happened to the tensors of the checkpoint while a model loaded them."""
 
     def __init__(self) -> None:
-        self.current = ""
+        self.current = ""  # the name of the tensor that is being loaded
         self.taken: dict[int, set[str]] = defaultdict(set)  # the loaded parts by the id of their parameter
-        self.done: set[str] = set()
-        self.unread: dict[str, list[str]] = defaultdict(list)
-        self.unexpected: list[str] = []
+        self.done: set[str] = set()  # the names of the loaded tensors
+        self.unread: dict[str, list[str]] = defaultdict(list)  # reason -> the tensors for which it is unknown
+        self.unexpected: list[str] = []  # the names of tensors for which there is no parameter
 
     def take(self, parameter: Any, *given: Any, **named: Any) -> bool:
         words = [*given, *named.values()]
@@ -523,9 +535,11 @@ _LOG: _Log = _Log()
 
 
 def _load(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return what happens when a model loads a checkpoint's tensors.
+    """Return what happens when a model loads the tensors of a checkpoint, which are given by name and shape.
 
-    The result has the names of "ignored", "unexpected", "unread" and "missing" tensors, and "halves" (`_halves`).
+    The result has the names of tensors that are "ignored" or "unexpected"; "unread", reason -> the tensors for which
+    gptkit could not find out; "missing", parameter without a tensor -> whether vLLM checks it; and "halves"
+    (`_halves`).
     """
     remaining = dict(tensors)
 
@@ -561,7 +575,7 @@ def _load(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def _says(error: Exception) -> str:
-    """Return the message of an error that the model's code raises on purpose; empty for other errors."""
+    """Return the message of an error, if the code of the model raised it by `raise` or `assert`; otherwise empty."""
     frame, line = [*traceback.walk_tb(error.__traceback__)][-1]
     code = linecache.getline(frame.f_code.co_filename, line).strip()
     own = frame.f_globals["__name__"].startswith("vllm.") and code.startswith(("raise", "assert"))
@@ -569,9 +583,10 @@ def _says(error: Exception) -> str:
 
 
 def _halves(taken: Mapping[str, set[str]]) -> list[str]:
-    """Return the parts of fused parameters (such as q of qkv) that no tensor fills.
+    """Return the parts of fused parameters (such as q of qkv) that no tensor has filled.
 
-    A part is reported if tensors fill it in another layer, or fill the other parts of the same parameter.
+    A part is reported if it was filled in another layer, or if the other parts of the parameter were filled. `taken`
+    has the filled parts of every parameter, by its name.
     """
     alike: dict[str, set[str]] = defaultdict(set)
     stacked = ({"q", "k", "v"}, {"0", "1"})
@@ -586,11 +601,12 @@ def _folded(name: str) -> str:
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Return what vLLM knows about an architecture, and what its class does with the tensors.
+    """Return what vLLM does with a checkpoint, whose architecture, config and tensors are in the question.
 
-    The answer has the module (None if there is none), the class, the last version that had it, and the known
-    quantisations. It also has one of: "loading" (see `_load`), "refuses" (why the class refuses the config), or
-    "unread" (why gptkit could not find out).
+    The answer has "module" and "class", which implement the architecture (None if there are none), "last", the last
+    version of vLLM that supported a removed architecture, and "quantisations", the names of the supported methods. It
+    also has one of "loading" (see `_load`), "refuses" (why the class refuses the config), or "unread" (why gptkit could
+    not find out).
     """
     allow(0, _READING)
     name, names = question["architecture"], {}
@@ -617,5 +633,5 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def reason(error: BaseException) -> str:
-    """Return an error as text."""
+    """Return the text of an error that this process could not handle."""
     return f"{type(error).__name__}: {error!s:.400}"

@@ -1,16 +1,16 @@
-"""Reduce a tokenizer to fewer tokens: add the tokens that the selected ones need, and rewrite the tokenizer's files.
+"""Reduce the vocabulary of a tokenizer to selected tokens, and rewrite the tokenizer's files.
 
-A text that encodes only to selected tokens has the same encoding as before. Any other text still encodes, to more and
-smaller tokens:
+A text that consists of selected tokens is encoded as before. Other texts are encoded to more and shorter tokens. For
+this, some tokens must be kept in addition to the selected ones:
 
-BPE        a selected token needs the tokens that its merges pass through. A merge stays if its two parts and its
-           result stay. Merges are applied by rank, so a text of selected tokens is merged as before.
-Unigram    the best segmentation stays the best, if its pieces stay. The cost of an unknown character follows from the
-           lowest score, so the piece with the lowest score stays.
-WordPiece  the longest piece that matches stays the longest, if it stays.
+BPE        the tokens that arise while a selected token is merged from characters. A merge is kept if its two parts and
+           its result are kept. Merges are applied by rank, so the other merges give the same tokens as before.
+Unigram    the piece with the lowest score, from which the cost of an unknown character follows. The best segmentation
+           is still the best, because removing pieces only removes other segmentations.
+WordPiece  none: the longest matching piece is still the longest.
 
-All single characters stay (or the byte tokens, if the vocabulary spells unknown characters as bytes). So do special
-tokens, and every token that a post-processor, config.json or generation_config.json names.
+All single characters are kept (or the byte tokens, if the vocabulary spells unknown characters as bytes). So are
+special tokens, and every token that a post-processor, config.json or generation_config.json names.
 """
 
 import json
@@ -30,7 +30,7 @@ from .tokenizer import Tokenizer, load_tokenizer, token_files
 
 TOKENIZER, SETTINGS, _GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 _OTHER_FORMS = ("tokenizer.model*", "spiece.model", "tekken.json", "*.tiktoken", "token_mappings.json")
-"""Files in forms that gptkit does not write. They are removed, because they would contradict the rewritten files."""
+"""Tokenizer files that gptkit cannot rewrite. They are removed, because they would still have the old vocabulary."""
 
 _ID_FIELD = re.compile(r"\w*_token_ids?|(begin_)?suppress_tokens|bad_words_ids")
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
@@ -59,7 +59,7 @@ class Vocabulary:
 
     @cached_property
     def tokens(self) -> dict[str, int]:
-        """Return every token's id, by its text in the vocabulary, added tokens included."""
+        """Return the id of every token, including added tokens, by the token's text in the vocabulary."""
         return self._pieces | {token["content"]: token["id"] for token in self.data["added_tokens"]}
 
     @cached_property
@@ -69,7 +69,7 @@ class Vocabulary:
     # --- what has to stay ---
 
     def required(self) -> dict[int, str]:
-        """Return the ids of the tokens that must always stay. The values are the reasons in words."""
+        """Return the ids of the tokens that must always be kept, each with the reason in words."""
         reasons = {self.tokens[token]: "a character of its own" for token in self._characters()}
         model = self.data["model"]
         unknown = [self._pieces[model["unk_token"]]] if model.get("unk_token") in self._pieces else []
@@ -86,7 +86,7 @@ class Vocabulary:
         return reasons
 
     def _characters(self) -> Iterator[str]:
-        """Yield the tokens that are single characters, or the byte tokens that replace them."""
+        """Yield the tokens that are single characters, or the byte tokens if characters are spelled as bytes."""
         model = self.data["model"]
         if model.get("byte_fallback") and self._pieces.keys() >= _BYTES:
             yield from _BYTES
@@ -99,14 +99,15 @@ class Vocabulary:
                 yield token
 
     def _settings(self) -> dict[str, Any]:
-        """Return the parsed files that have fields with ids (tokenizer_config.json and others), by name."""
+        """Return the parsed files with fields that have token ids, by name, such as generation_config.json."""
         names = [name for name in (SETTINGS, _GENERATION) if name in self.files]
         settings = {name: parse_config_text(self.files[name], name) for name in names}
         return settings | ({} if self.config is None else {CONFIG: parse_config_text(self.config, CONFIG)})
 
     def closed(self, ids: Iterable[int]) -> set[int]:
-        """Return these ids, and the ids of all tokens that their tokens are merged from. Those of `required` are not
-        added.
+        """Return these ids and, for BPE, the ids of all tokens from which their tokens are merged.
+
+        The tokens of `required` are not added.
         """
         closure = set(ids)
         if self.kind != "BPE":
@@ -133,7 +134,7 @@ class Vocabulary:
         return lambda token: {part for part in passed_through(token, ranks) if part in self._pieces}
 
     def _merges(self) -> Iterator[tuple[tuple[str, str], str]]:
-        """Yield BPE's merges by rank: the two parts, and their result."""
+        """Yield the merges of BPE in the order of their ranks, as ((left part, right part), result)."""
         prefix = self.data["model"].get("continuing_subword_prefix") or ""
         for merge in self.data["model"]["merges"]:
             left, right = merge.split(" ") if isinstance(merge, str) else merge
@@ -142,9 +143,10 @@ class Vocabulary:
     # --- the files for fewer tokens ---
 
     def cut(self, table: _Table) -> dict[str, bytes | None]:
-        """Return the new content of the files that change if only the tokens of `table` stay, with new ids.
+        """Return the new content of the tokenizer's files, if only the tokens in `table` are kept.
 
-        The content None means that the file has to be removed.
+        `table` maps the old id of every kept token to its new id. Files that do not change are left out. A content of
+        None means that the file must be removed.
         """
         text = json_bytes(self._tokenizer(table))
         new_ids = Tokenizer(Path(TOKENIZER), text).ids(self.tokens)
@@ -204,7 +206,11 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path | None, texts: Mapping[str, bytes], config: str | None = None) -> Vocabulary | None:
-    """Read the vocabulary of a tokenizer in a folder. Files in `texts` take precedence. Return None without one."""
+    """Read the vocabulary of the tokenizer in a folder. Return None if there is no tokenizer.
+
+    `texts` has the content of files by name, which have precedence over those in the folder. `config` is the text of
+    config.json.
+    """
     files = {} if folder is None else {path.name: path.read_bytes() for path in token_files(folder)}
     files |= {name: text for name, text in texts.items() if name != CONFIG}
     # The tokenizers library refuses broken files, and writes every field in a single form.
@@ -213,9 +219,9 @@ def read_vocabulary(folder: Path | None, texts: Mapping[str, bytes], config: str
 
 
 def passed_through(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]:
-    """Return all tokens that arise while the characters of `token` are merged, including its characters and itself.
+    """Return all tokens that arise while BPE merges the characters of `token`, from the characters to `token` itself.
 
-    Return none if the merges do not give `token`.
+    `ranks` has the rank of every merge. Return an empty set if the merges do not lead to `token`.
     """
     parts, tokens = list(token), set(token)
     while len(parts) > 1:
@@ -229,14 +235,17 @@ def passed_through(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]
 
 
 def ids_in(data: Mapping[str, Any]) -> set[int]:
-    """Return the ids in fields such as `eos_token_id` of a config."""
+    """Return the token ids in fields such as `eos_token_id` of a config."""
     ids: list[int] = []
     _over_ids(data, lambda token_id: ids.append(token_id) or token_id)  # type: ignore[func-returns-value]
     return set(ids)
 
 
 def renumber(data: Mapping[str, Any], table: _Table) -> dict[str, Any]:
-    """Return a config with its ids renumbered. An id that belongs to no token stays unchanged."""
+    """Return a config in which token ids are replaced by those in `table`.
+
+    An id that is not in `table` stays unchanged.
+    """
     return _over_ids(data, lambda token_id: table.get(token_id, token_id))
 
 
@@ -254,7 +263,7 @@ def _over_ids(data: Mapping[str, Any], change: Callable[[int], int]) -> dict[str
 
 
 def named_in(settings: Mapping[str, Any]) -> set[str]:
-    """Return the tokens that fields of tokenizer_config.json such as `eos_token` name, as text or as objects."""
+    """Return the tokens (as text) that fields of tokenizer_config.json such as `eos_token` name."""
     tokens: set[str] = set()
     for key, value in settings.items():
         if key.endswith("_token") or key in ("additional_special_tokens", "extra_special_tokens"):
@@ -265,9 +274,9 @@ def named_in(settings: Mapping[str, Any]) -> set[str]:
 
 
 def _pipeline_ids(data: dict[str, Any]) -> Iterator[tuple[Callable[[list[int]], None], list[int]]]:
-    """Yield the places in tokenizer.json that refer to tokens by id, outside of the vocabulary.
+    """Yield the fields in tokenizer.json, outside of the vocabulary, that refer to tokens by id.
 
-    A place is a function that replaces its ids, and its present ids.
+    A field is given as a function that replaces the ids in `data`, and the list of its ids.
     """
 
     def item(holder: Any, key: Any) -> Callable[[list[int]], None]:

@@ -30,15 +30,17 @@ from .safetensors import DTYPES
 from .tree import Origin
 
 PIECE = 1 << 19
-"""Bytes of a tensor that are computed at a time on reading. They stay in a core's cache until they are written."""
+"""The number of bytes that are dequantised at a time. They stay in a core's cache until they are written."""
 
 
 class Weights:
-    """The tensors of files.
+    """The tensors in files, which are read on demand.
 
-    `info` has the dtype and shape that a tensor has when it is read, by name. `blocks` has the type and the number of
-    bytes in the file of tensors whose values are computed on reading. `fetched` is False if only the headers were
-    downloaded.
+    Attributes:
+        info: the dtype and shape of every tensor after reading, by name.
+        blocks: the type and size in bytes that a tensor has in its file, by name. It has only tensors whose type in the
+            file is not that in `info`, such as quantised ones.
+        fetched: whether the tensors can be read. False if only the headers were downloaded.
     """
 
     def __init__(self, tensors: Mapping[str, Stored], fetched: bool = True) -> None:
@@ -66,10 +68,14 @@ class Weights:
                 self._mapped(tensor.path)
 
     def with_more(self, tensors: Mapping[str, Stored], alone: bool = False, without: Collection[str] = ()) -> Weights:
-        """Return the weights with more tensors.
+        """Return a copy with additional tensors.
 
-        `info` then lists all tensors except `without`; with `alone` only the new ones. Tensors that it does not list
-        can still be read.
+        Tensors that are not listed in `info` can still be read by name.
+
+        Args:
+            tensors: the additional tensors by name.
+            alone: list only the additional tensors in `info`.
+            without: the names of tensors that are not listed in `info`.
         """
         more = copy(self)
         more._tensors = {**self._tensors, **tensors}
@@ -87,11 +93,11 @@ class Weights:
         return more
 
     def some(self, names: Iterable[str]) -> dict[str, Stored]:
-        """Return where these tensors are stored, by name."""
+        """Return the places of these tensors in their files, by name."""
         return {name: self._tensors[name] for name in names}
 
     def numeric(self) -> Weights:
-        """Return the same weights, but tensors of types that fp64 cannot represent become tensors of bytes."""
+        """Return a copy in which tensors of dtypes that gptkit cannot convert are read as bytes (U8)."""
         other_types = {
             name: stored for name, stored in self._tensors.items() if stored.dtype not in (*FLOATS, *INTEGERS, *F8)
         }
@@ -102,22 +108,27 @@ class Weights:
         return self.with_more(as_bytes)
 
     def place(self, name: str) -> tuple[Path, int]:
-        """Return a tensor's file, and the offset of its first byte. A tensor that is in no file has an empty path."""
+        """Return a tensor's file, and the offset of its first byte in the file.
+
+        The path is empty if it is in no file.
+        """
         tensor = self._tensors[name]
         return tensor.path or Path(), tensor.place
 
     def span(self, name: str) -> tuple[Path, int] | None:
-        """Return the file and first byte of a tensor that is stored unchanged and contiguous, so that its bytes can be
-        copied.
+        """Return the file and the offset of a tensor whose bytes in the file are those after reading.
 
-        Return None for any other tensor.
+        Such a tensor is contiguous and not quantised, so its bytes can be copied. Return None for any other tensor.
         """
         tensor = self._tensors[name]
         plain = tensor.path is not None and tensor.decode is None and tensor.pieces is None and tensor.contiguous
         return self.place(name) if plain else None
 
     def read(self, name: str) -> np.ndarray:
-        """Return the tensor in its carrier dtype (bf16 as uint16), if possible as a read-only view of its file."""
+        """Return the tensor, if possible as a read-only view of its file.
+
+        A bf16 array has the dtype uint16, and so on.
+        """
         if not self.fetched:
             raise RuntimeError(f"{name}: only the headers of this checkpoint were fetched")
         tensor = self._tensors[name]
@@ -146,15 +157,15 @@ class Weights:
         return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False))
 
     def pieces(self, name: str) -> Iterator[np.ndarray] | None:
-        """Yield a dequantised tensor in contiguous pieces of whole rows.
+        """Yield a quantised tensor in contiguous, dequantised pieces of whole rows.
 
-        Return None for any other tensor, which `read` returns as a view or computes at once.
+        Return None if the tensor is not quantised, or can only be dequantised at once. `read` returns such a tensor.
         """
         make = self._tensors[name].pieces
         return None if make is None else make(PIECE)
 
     def same(self, name: str, other: str) -> bool:
-        """Return whether two tensors have the same bytes. So NaN equals NaN, and -0 differs from 0."""
+        """Return whether two tensors have the same dtype, shape and bytes. So NaN equals NaN, and -0 differs from 0."""
         if self.info[name] != self.info[other]:
             return False
         if self.span(name) == self.span(other) is not None:
@@ -180,8 +191,9 @@ class Weights:
         return self._maps[path]
 
     def release(self, name: str | None = None) -> None:
-        """Release the memory of pages that were read, of all files or of one tensor. Views stay valid: they read the
-        pages again.
+        """Release the memory of memory-mapped pages that were read, of all files or of one tensor.
+
+        Arrays that are views of the files stay valid. They read the pages again when they are used.
         """
         if name is None:
             parts = [(mapped, 0, len(mapped)) for mapped in list(self._maps.values())]  # other threads may map more
@@ -196,30 +208,38 @@ class Weights:
 
 
 class Tree(Protocol):
-    """A tree, and its tensors by shared name. They are read from files (`Checkpoint`) or computed on request."""
+    """A model: its tree of components, and its parameters by gptkit's names (shared names).
+
+    The parameters are read from files (`Checkpoint`) or computed on request.
+    """
 
     spec: ModelSpec
 
     def tensor(self, name: str) -> tuple[np.ndarray, str]:
-        """Return a read-only tensor: (array in its carrier dtype, dtype)."""
+        """Return a parameter: a read-only array, and its dtype. A bf16 array has the numpy dtype uint16."""
         ...
 
     def release(self) -> None:
-        """Release the memory that reading used (pages of mapped files)."""
+        """Release the memory of memory-mapped pages that were read."""
         ...
 
 
 @dataclass(kw_only=True)
 class TensorFiles:
-    """The tensors of weight files, by the names in the files.
+    """The tensors in the weight files of a model.
+
+    A *leaf* is a tensor in the files, with gptkit's names (shared names) of the parameters that it stores.
 
     Attributes:
-        reference, path, revision: what the user gave, the local path, and the commit if it came from the hub.
-        format: "hf", "local" for gptkit's own, or the name of another (`converter.formats`).
-        leaves: the tensors, each with the shared tensors that it stores; without a known family, each stores itself.
-        origin: where they come from, with the text of their config.json.
+        reference: the text with which the user named the model.
+        path: the local folder or file.
+        revision: the commit, if the model came from the hub.
+        format: "hf", "local" for gptkit's own, or the name of another format (`converter.formats`).
+        leaves: the tensors. If the model family is unknown, the shared name of a tensor is its name in the files.
+        origin: where the model comes from, with the text of its config.json.
         notes: notes for the user, such as dropped buffers, a head stored twice or unknown config fields.
-        texts: small files stored inside the weight file (a tokenizer in a GGUF), by name.
+        files: the paths of the weight files.
+        texts: small files that are stored inside the weight file, such as a tokenizer in a GGUF, by name.
         home: the folder of the tokenizer's files, if it is not the folder that was opened.
     """
 
@@ -241,12 +261,12 @@ class TensorFiles:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the tokenizer and other files of the model."""
+        """Return the folder with the tokenizer and the other files of the model."""
         return self.home or (self.path if self.path.is_dir() else self.path.parent)
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Return every leaf's stored dtype, by its checkpoint name."""
+        """Return the dtype of every tensor after reading, by its checkpoint name."""
         return {leaf.checkpoint: self.dtype_of(leaf) for leaf in self.leaves}
 
     def dtype_of(self, leaf: BoundLeaf) -> str:
@@ -258,53 +278,54 @@ class TensorFiles:
         return self._weights.fetched
 
     def nbytes_of(self, leaf: BoundLeaf) -> int:
-        """Return the size in bytes of a leaf's tensor in its carrier dtype."""
+        """Return the size in bytes of a tensor after reading."""
         return math.prod(leaf.shape) * DTYPES[self.dtype_of(leaf)].itemsize
 
     def stored_of(self, leaf: BoundLeaf) -> tuple[str, int]:
-        """Return the element type and the number of bytes of a leaf's tensor in its file.
+        """Return the dtype and the size in bytes that a tensor has in its file.
 
-        A quantised tensor has a type of its format, such as GGUF's Q8_0.
+        The dtype of a quantised tensor may be one of the file format, such as GGUF's Q8_0.
         """
         return self._weights.blocks.get(self._names[leaf.checkpoint]) or (self.dtype_of(leaf), self.nbytes_of(leaf))
 
     def span(self, leaf: BoundLeaf) -> tuple[Path, int] | None:
-        """Return the file and first byte of a leaf's tensor if its bytes can be copied, else None (`Weights.span`)."""
+        """Return the file and the offset of a tensor if its bytes can be copied, else None (see `Weights.span`)."""
         return self._weights.span(self._names[leaf.checkpoint])
 
     def read(self, leaf: BoundLeaf) -> np.ndarray:
-        """Return a leaf's tensor as stored, in the carrier dtype, if possible as a memory-mapped view."""
+        """Return a tensor in the layout of the file, if possible as a view of the file (see `Weights.read`)."""
         return self._weights.read(self._names[leaf.checkpoint])
 
     def pieces(self, leaf: BoundLeaf) -> Iterator[np.ndarray] | None:
-        """Yield a leaf's dequantised tensor in pieces of whole rows. Return None for any other tensor, as
-        `Weights.pieces`.
-        """
+        """Yield a quantised tensor in dequantised pieces, or return None if it is not quantised (`Weights.pieces`)."""
         return self._weights.pieces(self._names[leaf.checkpoint])
 
     def release(self, leaf: BoundLeaf | None = None) -> None:
-        """Release the memory of pages that were read, of all files or of one leaf."""
+        """Release the memory of memory-mapped pages that were read, of all files or of one tensor."""
         self._weights.release(None if leaf is None else self._names[leaf.checkpoint])
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray, str]]:
-        """Yield every shared tensor in the order of the files: (shared name, array in its carrier dtype, dtype)."""
+        """Yield every parameter in the order of the files: shared name, array and dtype.
+
+        A bf16 array has the dtype uint16.
+        """
         for leaf in self.leaves:
             dtype = self.dtype_of(leaf)
             for name, array in zip(leaf.shared, leaf.to_shared(self.read(leaf)), strict=True):
                 yield name, array, dtype
 
     def tensor(self, name: str) -> tuple[np.ndarray, str]:
-        """Return one shared tensor: (array in its carrier dtype, dtype)."""
+        """Return the array and the dtype of a parameter, given its shared name. A bf16 array has the dtype uint16."""
         leaf = self._holder[name]
         return leaf.to_shared(self.read(leaf))[leaf.shared.index(name)], self.dtype_of(leaf)
 
     @cached_property
     def _holder(self) -> dict[str, BoundLeaf]:
-        """Return, for every shared name, the leaf that stores it."""
+        """Return, for every shared name, the tensor in the files that stores this parameter."""
         return {name: leaf for leaf in self.leaves for name in leaf.shared}
 
     def shared_dtypes(self, asked: str | None = None) -> dict[str, str]:
-        """Return the dtype of every shared tensor: `asked`, or by default the stored one."""
+        """Return the dtype of every parameter by its shared name: `asked`, or by default the stored dtype."""
         all_of_them = None if asked is None else parse_dtype(asked)
         kept = {leaf.checkpoint for leaf in getattr(self, "carried_leaves", ()) if self.dtype_of(leaf) not in FLOATS}
         return {
@@ -316,14 +337,14 @@ class TensorFiles:
 
 @dataclass(kw_only=True)
 class Checkpoint(TensorFiles, Shown):
-    """An opened checkpoint of a family, or of a tree.
+    """An opened checkpoint, whose model gptkit knows.
 
     Attributes:
-        spec: the tree.
-        dtype: the default dtype to compute in, by safetensors' name.
-        missing: shared tensors of the tree that the files lack; only with `partial`.
-        extra: leaves in `leaves` that have no place in the tree, under their own names; only with `partial`.
-        carried: tensors that gptkit does not compute but conversions copy, by group; not in `leaves`.
+        spec: the model's tree of components.
+        dtype: the default dtype to compute in, by its name in safetensors.
+        missing: the shared names of parameters that the files lack. Only with `open_checkpoint(partial=True)`.
+        extra: the tensors in `leaves` that are not part of the model. Only with `open_checkpoint(partial=True)`.
+        carried: groups of tensors that gptkit copies but does not compute with. They are not in `leaves`.
     """
 
     spec: ModelSpec
@@ -338,12 +359,12 @@ class Checkpoint(TensorFiles, Shown):
 
     @property
     def carried_leaves(self) -> tuple[BoundLeaf, ...]:
-        """The leaves in `carried`."""
+        """The tensors of all groups in `carried`."""
         return tuple(leaf for leaves in self.carried.values() for leaf in leaves)
 
     @property
     def carried_notes(self) -> list[str]:
-        """Return one line of text for every group of tensors that are copied along."""
+        """Return a note for the user about every group in `carried`."""
         lines = []
         for group, leaves in self.carried.items():
             number = sum(math.prod(leaf.shape) for leaf in leaves)
@@ -355,15 +376,15 @@ class Checkpoint(TensorFiles, Shown):
 
     @property
     def architecture(self) -> Architecture | None:
-        """Return the family that the checkpoint came from, or None without one."""
+        """Return the model family of the checkpoint, or None if gptkit does not know it."""
         return None if self.origin.family is None else named(self.origin.family)
 
 
 def identity_leaves(spec: ModelSpec) -> list[BoundLeaf]:
-    """Return the leaves of gptkit's own format: every shared tensor under its own name."""
+    """Return the leaves of gptkit's own format, in which every parameter is stored under its shared name."""
     return own_leaves((parameter.name, parameter.shape) for parameter in spec.parameters())
 
 
 def own_leaves(shapes: Iterable[tuple[str, Shape]]) -> list[BoundLeaf]:
-    """Return a leaf for each tensor, which stores it under its own name and in its own shape."""
+    """Return leaves for tensors that are given by name and shape. Every leaf stores one parameter of the same name."""
     return [BoundLeaf(name, shape, (name,), (shape,), IDENTITY, {}) for name, shape in shapes]

@@ -1,8 +1,9 @@
 """Plan the files of a conversion from shapes alone, and write them.
 
-`plan` decides every file, tensor, dtype and byte position without reading a weight. `transfer` copies a checkpoint's
-tensors into the planned files. `execute` writes computed tensors (of a swap), and keeps the parts of an output in
-memory only until all of them have arrived.
+`plan` decides the files, and the dtype and byte position of every tensor in them, without reading a weight. Then the
+module `transfer` writes the tensors of a checkpoint into the planned files, or `execute` writes tensors that are
+computed, as in a swap. If a tensor of a file consists of several computed ones, `execute` keeps these in memory until
+all of them are there.
 """
 
 import hashlib
@@ -34,29 +35,29 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 _METADATA = {"format": "pt"}  # what save_pretrained writes, and transformers asks for
 
 Encode = Callable[[np.ndarray, str], np.ndarray]
-"""(whole rows of a tensor in their carrier dtype, that dtype) -> the bytes to store."""
+"""(rows of a tensor, their dtype) -> the bytes to store. bf16 rows have the numpy dtype uint16."""
 _Decode = Callable[[np.ndarray, np.ndarray, str], np.ndarray]
-"""(stored bytes, the rows that were encoded, the dtype of these) -> the values of the stored bytes, in fp32."""
+"""(stored bytes, the rows before encoding, the dtype of these rows) -> the rows that the bytes represent, in fp32."""
 _Around = tuple[bytes, Callable[[int], bytes]]
-"""The record around a tensor: the bytes before it, and a function from the tensor's crc32 to the bytes after it."""
+"""What is stored around a tensor: the bytes before it, and a function: crc32 of the tensor -> the bytes after it."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to write, and its place in its file."""
+    """A tensor to write, and its place in a file."""
 
-    leaf: BoundLeaf
-    dtype: str
-    start: int
-    nbytes: int
-    encode: Encode | None = None  # quantises the values; without it they are cast
-    decode: _Decode | None = None  # the inverse of `encode`
+    leaf: BoundLeaf  # the name and layout of the tensor, and the parameters that it stores
+    dtype: str  # the dtype in the file
+    start: int  # the offset in the file, in bytes
+    nbytes: int  # the size in the file, including the bytes in `around`
+    encode: Encode | None = None  # quantises the values; None: they are cast to `dtype`
+    decode: _Decode | None = None  # the inverse of `encode`, for measuring the error of quantising
     around: _Around | None = None  # bytes before and after the tensor, in formats that need them
-    rows: int = 1  # `encode` needs a multiple of this number of rows
+    rows: int = 1  # `encode` must be called with a multiple of this number of rows
 
 
 class Entry(NamedTuple):
-    """A tensor to write. It has the fields of an `Output` without the place in a file."""
+    """A tensor to write, whose place in a file is not yet known. For the fields see `Output`."""
 
     leaf: BoundLeaf
     dtype: str
@@ -67,13 +68,13 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A planned weight file. Bytes that belong to no tensor are padding."""
+    """A planned weight file. Bytes that belong to nothing are padding."""
 
     name: str
     header: bytes
-    outputs: tuple[Output, ...]
-    size: int
-    constants: tuple[tuple[FileBlock, bytes], ...] = ()  # known bytes after the header (tables computed from the tree)
+    outputs: tuple[Output, ...]  # the tensors
+    size: int  # the size of the file in bytes
+    constants: tuple[tuple[FileBlock, bytes], ...] = ()  # known bytes after the header, such as RoPE tables
     ending: Callable[[Sequence[int]], bytes] | None = None  # the crc32 of every output -> the last bytes of the file
 
     @property
@@ -84,11 +85,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """Everything that will be in a folder: weight files, small files with known content, and files to copy."""
+    """Everything that will be in an output folder."""
 
-    shards: tuple[Shard, ...]
-    texts: Mapping[str, bytes]
-    companions: tuple[Companion, ...]
+    shards: tuple[Shard, ...]  # the weight files
+    texts: Mapping[str, bytes]  # small files: name -> content
+    companions: tuple[Companion, ...]  # files to copy
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +98,7 @@ class FolderPlan:
         return sum(s.size for s in self.shards) + sum(len(t) for t in self.texts.values()) + files
 
     def digest(self, *about: object) -> str:
-        """Return a hash of this plan and of `about`, the facts that identify its source."""
+        """Return a hash of this plan and of `about`, values that identify the source of the tensors."""
         digest = hashlib.sha256(f"{__version__} {about!r}".encode())
         for shard in self.shards:
             digest.update(repr((shard.name, shard.size)).encode() + shard.header)
@@ -136,17 +137,18 @@ def plan(
     otherwise: Mapping[str, Sequence[Entry]] = MappingProxyType({}),
     unwritten: int = 0,
 ) -> FolderPlan:
-    """Plan safetensors files for leaves.
+    """Plan a folder of safetensors files.
 
     Args:
-        leaves: the tensors to write. A leaf of several shared tensors gets the widest of their dtypes.
-        dtypes: the dtype of every shared tensor, by shared name.
-        texts: small files by name.
+        leaves: the tensors to write. A tensor that stores several parameters gets the widest of their dtypes.
+        dtypes: the dtype of every parameter, by shared name.
+        texts: the content of small files by name.
         companions: files to copy.
-        max_shard_bytes: the size at which a new file begins, as in transformers' split_state_dict_into_shards_factory.
-        homes: the source file of every shared tensor. The plan then has one file for each of them, of any size.
-        otherwise: the entries of leaves that are not just cast, by checkpoint name.
-        unwritten: a number of parameters that the index counts although they are in no file.
+        max_shard_bytes: the maximum size of a file in bytes. The tensors are divided into files as by transformers.
+        homes: the source file of every parameter, by shared name. If it is given, there is one output file for every
+            source file, of any size.
+        otherwise: what to write for tensors that are not just cast, by checkpoint name.
+        unwritten: the number of parameters that the index counts although no file contains them.
     """
     tensors = [
         entry
@@ -193,11 +195,17 @@ def as_it_was(
     files: Mapping[str, str],
     canonical: Callable[[str, Mapping[str, Any]], str | None],
 ) -> tuple[tuple[Shard, ...], dict[str, bytes]] | None:
-    """Return the shards and the index as in the original's `files` (see `Origin`), so that the output is identical to
-    it.
+    """Plan the same weight files and index that the original checkpoint had, so that the output has identical bytes.
 
-    Return None if `files` have other tensors than `leaves`. `canonical` maps a tensor's name in them to the name of a
-    leaf. The user may have edited `files`, so they are checked like any input.
+    Args:
+        leaves: the tensors to write.
+        dtypes: the dtype of every parameter, by shared name.
+        files: the headers and the index of the original (`Origin.files`). They are untrusted, because the user may have
+            edited them.
+        canonical: a function that returns the usual name of a tensor, given its name in `files` and the known names.
+
+    Returns:
+        The weight files, and the index by file name. None if `files` do not have exactly the tensors in `leaves`.
     """
     leaf_of = {leaf.checkpoint: (leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves}
     index = {name: text.encode() for name, text in files.items() if name == INDEX}
@@ -229,7 +237,10 @@ def as_it_was(
 
 
 def prepare(plan: FolderPlan, staging: Staging) -> None:
-    """Write everything except weights into an open staging folder. Raises GptkitError if the disk is too small."""
+    """Write all files of a plan except weight files into a staging folder.
+
+    Raises GptkitError if there is not enough disk space for all files.
+    """
     unfinished_bytes = sum(shard.size for shard in plan.shards if shard.name not in staging.finished)
     staging.require_space(unfinished_bytes + plan.nbytes - sum(shard.size for shard in plan.shards))
     for name, text in plan.texts.items():
@@ -242,7 +253,7 @@ def prepare(plan: FolderPlan, staging: Staging) -> None:
 
 
 def writer(shard: Shard, staging: Staging) -> BlockFile:
-    """Open the file of a shard, and write its header and constants."""
+    """Create a weight file, and write its header and constants."""
     blocks = [FileBlock(o.leaf.checkpoint, o.start, o.start + o.nbytes) for o in shard.outputs]
     blocks = sorted([*blocks, *(block for block, _ in shard.constants)], key=lambda block: (block.start, block.end))
     file = BlockFile(staging.path / shard.name, shard.header, blocks, shard.size)
@@ -261,7 +272,10 @@ def execute(
     staging: Staging,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, FileRecord]:
-    """Write tensors (shared name, array, dtype) into a staging folder by the plan. Return the hashes by file."""
+    """Write the files of a plan into a staging folder. Return the hashes of the weight files by name.
+
+    `tensors` yields the parameters as (shared name, array, dtype).
+    """
     prepare(plan, staging)
     pending: dict[str, tuple[np.ndarray, str]] = {}
     with ExitStack() as stack:
