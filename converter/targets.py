@@ -56,7 +56,7 @@ class Target:
     kind: str
     """gptkit's own format ("local"), Hugging Face files ("hf"), or one of `FORMATS`."""
     family: str | None = None
-    """The family of Hugging Face files; None for that of the original, "auto" for the first that can store the model."""
+    """The family of Hugging Face files. None means that of the original, "auto" the first that can store the model."""
 
     def __str__(self) -> str:
         return self.kind if self.family is None else f"{self.kind}:{self.family}"
