@@ -209,9 +209,10 @@ class BlockFile:
             self.release()
 
     def _at_front(self, block: FileBlock) -> bool:
-        """Return whether the sha256 of the file has reached the block.
+        """Return whether the file's sha256 can be computed while this block is written.
 
-        If so, lock the sha256 for the calling thread.
+        It can if all bytes before the block are hashed, and no other thread is hashing. The calling thread then has the
+        lock of the sha256.
         """
         if not block.nbytes or not self._hashing.acquire(blocking=False):
             return False

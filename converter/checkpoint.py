@@ -455,9 +455,13 @@ def _refuse(
 
 
 def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing: list[str], extra: list[str]) -> None:
-    """Change the checkpoint's list of tensors to those in the files: without `missing`, and with `extra`.
+    """For `partial`: make the checkpoint list the tensors in its files, even if they are not those of the model.
 
-    `declared` has the tensors that the model needs, by name.
+    Args:
+        checkpoint: the checkpoint, which lists the tensors that the model needs.
+        declared: these tensors, by name.
+        missing: the names of tensors that are not in the files. They are removed from the list.
+        extra: the names of tensors in the files that the model does not need. They are added.
     """
     checkpoint.missing = tuple(name for leaf in missing for name in declared[leaf].shared)
     info = checkpoint._weights.info

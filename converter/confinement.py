@@ -24,11 +24,12 @@ from typing import IO, Any
 MEMORY = 256 * 2**20  # bytes of address space for a small file; the interpreter takes a tenth of this
 
 _Costs = tuple[int, int, float, float]
-"""Limits for reading a file: bytes of memory, more bytes per byte of the file, seconds of CPU time, more per byte."""
+"""Limits for reading a file: (bytes of memory, additional bytes of memory per byte of the file, seconds of CPU time,
+additional seconds per byte of the file)."""
 
 _LENGTH = struct.Struct("<Q")
 _CALM = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-"""Environment variables of workers. Libraries may use one thread, because every thread needs more memory."""
+"""Environment variables of workers. They make libraries use one thread, because every thread needs memory."""
 _NO_CACHE = {"TORCHINDUCTOR_CACHE_DIR": os.sep}
 """An existing folder for torch's compiled code, because importing torch makes this folder. Nothing is compiled."""
 

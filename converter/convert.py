@@ -42,7 +42,9 @@ class Conversion(Shown):
 
     source: Checkpoint
     target: Path
+    """The output folder, or the output file."""
     to: str
+    """The name of the output's format."""
     plan: FolderPlan
     memory: int
     """The largest number of bytes of tensors in memory at once."""
@@ -87,18 +89,18 @@ def plan_output(
         spec: the model's tree of components.
         origin: where the tree came from, with its config.json.
         to: the format.
-        dtypes: the dtype of every tensor to write, by shared name.
+        dtypes: the dtype of every parameter, by gptkit's name of the parameter (shared name).
         compute_dtype: the dtype in which the model runs.
         folder: the folder with the tokenizer's files.
         max_shard_bytes: the largest size of a weight file in bytes. By default the tensors are divided into files as
             in the original, or else into files of 5 GB.
         texts: the content of small files by name, such as those of a tokenizer.
-        homes: the original's weight file of every tensor, by shared name.
+        homes: the original's weight file of every parameter, by shared name.
         carried: groups of tensors that are only copied, because gptkit does not compute with them.
         in_fp8: quantise the matrices of layers to fp8.
 
     Raises:
-        CannotExpress: the family cannot express the tree. UsageError: "hf" for a tree without a family.
+        CannotExpress: the family cannot store the model. UsageError: "hf" for a model without a family.
     """
     to, more = parsed(to), [leaf for leaves in (carried or {}).values() for leaf in leaves]
     beside = companions_in(folder) if folder is not None else []
@@ -294,7 +296,7 @@ def convert(
         model: a reference; see `converter.resolve`.
         out: the folder to make; by default the model's name and the format, in the working directory. With "gguf" a
             name that ends in .gguf is the name of a single file, without a manifest.
-        to: "local", "hf", "hf:FAMILY" for another family that can express the tree, "hf:auto" for the first that can
+        to: "local", "hf", "hf:FAMILY" for another family that can store the model, "hf:auto" for the first that can
             (its own before others), or a name in `converter.formats`.
         force: replace an existing checkpoint folder, in one step.
         dry_run: plan only.
@@ -303,9 +305,9 @@ def convert(
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
         drop: groups of tensors to leave out (mtp, vision, …). By default gptkit copies these tensors unchanged,
             although it does not compute with them.
-        dtype: store every tensor as this, rounded to nearest even if it is narrower; integer weights are then read as
-            numbers. By default nothing is cast. "fp8" (with "hf") stores the matrices of layers with a scale for every
-            block of 128 x 128, as DeepSeek-V3 does, and does not change the rest.
+        dtype: the dtype of all tensors in the output, rounded to nearest, ties to even, if it is narrower. Integer
+            weights are then read as numbers. By default nothing is cast. "fp8" (with "hf") stores the matrices of
+            layers with a scale for every block of 128 x 128, as DeepSeek-V3 does, and does not change the rest.
         max_shard_bytes: the largest size of a weight file in bytes. By default the tensors are divided into files as
             in the original, or else into files of 5 GB.
         workers: the number of threads; by default one per core.
@@ -315,7 +317,7 @@ def convert(
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`; CheckpointError also if a value does not fit `dtype`.
-        CannotExpress: the family or format cannot express the tree; nothing was written.
+        CannotExpress: the family or format cannot store the model; nothing was written.
         UsageError: `out` exists, its parent does not, or it is a file name although the format is a folder; an unknown
             format or dtype; `max_memory` is too small.
     """

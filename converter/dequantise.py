@@ -27,7 +27,10 @@ from .weights import Weights
 
 _Settings = Mapping[str, Any]
 _Rows = Callable[[int, int, int], Array]
-"""(number of the matrix, first row, end row) -> the dequantised rows, contiguous. bf16 values are stored as uint16."""
+"""(index of a matrix, first row, end row) -> the dequantised rows, contiguous. bf16 values are given as uint16.
+
+A weight with more than two dimensions, such as that of several experts, is a stack of matrices.
+"""
 _LINE = 64  # bytes of a cache line
 
 
@@ -71,7 +74,7 @@ class Parts:
         return self._weights.info[self._names[part]][1] if part in self._names else ()
 
     def described(self) -> str:
-        """Return the names, dtypes and shapes of the first three tensors for messages; the quantised values first."""
+        """Return a text for messages with the names, dtypes and shapes of at most three of the tensors."""
         whole = [(name, *self._weights.info[name]) for name in self._names.values()]
         first, *others = [f"{name} is {kind} {list(shape)}" for name, kind, shape in whole[:3]]
         return ", ".join([first, *(other.replace(" is ", " ", 1) for other in others)])

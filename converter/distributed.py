@@ -62,7 +62,7 @@ def leads() -> bool:
 
 
 class _Alone:
-    """The functions that differ between one and several processes. These are for one process."""
+    """Makes and writes the output folder in a single process. `_Team` does the same in several processes."""
 
     def staging(self, target: Path, force: bool) -> Staging:
         return Staging(target, force)
@@ -76,7 +76,7 @@ _joined = 0
 
 
 def team() -> _Alone:
-    """Return the functions for the current conversion, which runs in one process or in several."""
+    """Return the object that makes and writes the output folder, in a single process or in several."""
     return _team
 
 

@@ -16,7 +16,10 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, UsageError
 
 FLOATS = ("BF16", "F16", "F32", "F64")
-"""The dtypes of unquantised weights, from narrow to wide. F16 is not wider than BF16: it has a smaller range."""
+"""The dtypes of unquantised weights, from narrow to wide.
+
+Of BF16 and F16, neither is wider: BF16 has the larger range, F16 the higher precision.
+"""
 
 HF_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 """The dtype names of safetensors -> those of torch, which config.json uses."""

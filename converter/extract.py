@@ -21,8 +21,10 @@ class Extracted:
     """The result of `extract`."""
 
     reference: str
+    """The text with which the user named the composite checkpoint."""
     out: Path
     family: str
+    """The model family of the language model."""
     names: dict[str, str]
     """New tensor names -> the names in the composite checkpoint."""
     left: tuple[str, ...]

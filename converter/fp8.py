@@ -45,7 +45,7 @@ def quantised_leaves(spec: ModelSpec, leaves: Iterable[BoundLeaf]) -> set[str]:
 def settings(leaves: Iterable[BoundLeaf], quantised: Collection[str], head: str) -> dict[str, Any]:
     """Return the `quantization_config` for config.json.
 
-    It lists the matrices that stay unquantised: all except `quantised`, and the one called `head`.
+    It lists the matrices that stay unquantised: all that are not in `quantised`, and always the `head`.
     """
     unquantised = [leaf.checkpoint for leaf in leaves if len(leaf.shape) == 2 and leaf.checkpoint not in quantised]
     names = sorted({name.removesuffix(".weight") for name in (*unquantised, head) if name.endswith(".weight")})

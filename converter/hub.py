@@ -231,7 +231,7 @@ class Repository:
         return path
 
     def require_commit(self, name: str, commit: str) -> None:
-        """Raise InvalidInput unless `commit`, at which the hub returned a file, is the requested commit."""
+        """Raise InvalidInput if the hub returned the file `name` at another `commit` than the requested one."""
         if commit != self.commit:
             raise InvalidInput(
                 f"{self}: the hub was asked for {name} at commit {self.commit} but returned it at {commit}",
@@ -278,7 +278,7 @@ class Repository:
         raise CheckpointError(f"{self} has no safetensors weights", hint)
 
     def require_space(self, names: Collection[str]) -> None:
-        """Raise GptkitError unless the disk of the cache has space for those of the files that are not yet there."""
+        """Raise GptkitError unless the disk has space for the files in `names` that are not yet in the cache."""
         if not self.online or self.files is None:
             return
         config = self._cached(CONFIG)

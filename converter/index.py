@@ -45,7 +45,7 @@ class Stored:
     offset: int = 0  # the position of the first element, counted in elements from `start`
     decode: Callable[[np.ndarray], np.ndarray] | None = None  # computes the tensor from the stored bytes
     kind: str = ""  # the type of the stored bytes, if they are quantised
-    pieces: Callable[[int], Iterator[np.ndarray]] | None = None  # computes pieces of whole rows, of about N bytes each
+    pieces: Callable[[int], Iterator[np.ndarray]] | None = None  # N -> pieces of whole rows, of about N bytes each
 
     @property
     def itemsize(self) -> int:

@@ -68,7 +68,7 @@ class Match:
 
     @property
     def sound(self) -> bool:
-        """Return whether no tensor is wrong. Missing and extra tensors are allowed."""
+        """Return whether the paired tensors have no faults. Missing and extra tensors do not count as faults."""
         problems = (self.twice, self.shaped, self.typed, self.untied, self.parted, self.altered)
         return not any(problems)
 

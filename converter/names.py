@@ -67,7 +67,7 @@ def plain_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def pointer(where: Path | str) -> CheckpointError:
-    """Return the error for a git-lfs pointer instead of a weight file."""
+    """Return the error for a file that is a git-lfs pointer instead of a weight file."""
     return CheckpointError(f"{where} is a git-lfs pointer, not the file itself", "Fetch the file with `git lfs pull`.")
 
 
@@ -94,7 +94,7 @@ def json_bytes(data: Any) -> bytes:
 
 
 _MAX_NAME = 255
-"""The longest name of a file, in bytes."""
+"""The maximum length of a file's name in bytes."""
 
 
 def stated_name(path: Path) -> str:

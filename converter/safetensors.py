@@ -28,8 +28,8 @@ MAX_HEADER = 32 * 2**20
 """The maximum size of a header in bytes.
 
 The safetensors library allows 100 MB, which take half a minute and 2 GB of memory. Real headers have about 130 bytes
-per
-tensor. A model of 10^12 parameters in one file has 140,000 tensors and so a header of 20 MB."""
+per tensor. A model of 10^12 parameters in one file has 140,000 tensors and so a header of 20 MB.
+"""
 MAX_KEYS = 600_000  # in a JSON object, with nested ones; four per tensor are enough for 10,000 layers
 MAX_DIMS = 32  # the limit of numpy; the format has none
 _MAX_BYTES = 2**63 - 1

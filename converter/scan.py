@@ -82,7 +82,7 @@ class FileScan:
 
     @cached_property
     def holders(self) -> dict[str, list[str]]:
-        """Return the names of the files that contain a tensor, for the name of every tensor. Usually it is one file."""
+        """Return, for every tensor name, the names of the files that contain the tensor. Usually this is one file."""
         files_of: dict[str, list[str]] = {}
         for file, header in self.headers.items():
             for name in header.tensors:

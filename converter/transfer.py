@@ -446,7 +446,8 @@ class _Carrier:
 def _row_slices(array: np.ndarray, multiple: int) -> Iterator[Any]:
     """Yield slices that divide the first axis of an array into parts of about `_ROWS` bytes.
 
-    The number of rows of a part is a multiple of `multiple`. For a scalar or an empty array, yield one index of it all.
+    The number of rows of a part is a multiple of `multiple`. For a scalar or an empty array, yield one index of
+    everything.
     """
     if array.ndim == 0 or array.size == 0:
         yield ...

@@ -127,7 +127,7 @@ class Weights:
     def read(self, name: str) -> np.ndarray:
         """Return the tensor, if possible as a read-only view of its file.
 
-        A bf16 array has the dtype uint16, and so on.
+        A bf16 tensor is returned as uint16, and fp8 as uint8.
         """
         if not self.fetched:
             raise RuntimeError(f"{name}: only the headers of this checkpoint were fetched")

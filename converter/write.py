@@ -50,7 +50,7 @@ class Output:
     dtype: str  # the dtype in the file
     start: int  # the offset in the file, in bytes
     nbytes: int  # the size in the file, including the bytes in `around`
-    encode: Encode | None = None  # quantises the values; None: they are cast to `dtype`
+    encode: Encode | None = None  # quantises the values; None if they are only cast to `dtype`
     decode: _Decode | None = None  # the inverse of `encode`, for measuring the error of quantising
     around: _Around | None = None  # bytes before and after the tensor, in formats that need them
     rows: int = 1  # `encode` must be called with a multiple of this number of rows
@@ -141,7 +141,7 @@ def plan(
 
     Args:
         leaves: the tensors to write. A tensor that stores several parameters gets the widest of their dtypes.
-        dtypes: the dtype of every parameter, by shared name.
+        dtypes: the dtype of every parameter, by gptkit's name of the parameter (shared name).
         texts: the content of small files by name.
         companions: files to copy.
         max_shard_bytes: the maximum size of a file in bytes. The tensors are divided into files as by transformers.

@@ -38,7 +38,7 @@ class Opened:
     origin: Origin
     """The model family, and its config.json, which may be made from the metadata in the files."""
     leaves: list[BoundLeaf]
-    """The tensors that the model needs, by their names in the files. With `architecture`, other names are possible."""
+    """The tensors that the model needs, under the names that the format or `architecture` uses."""
     weights: Weights
     """All tensors in the files."""
     files: tuple[Path, ...]

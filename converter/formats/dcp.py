@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 
 _METADATA = ".metadata"
 _BESIDE = ("optimizer.", "lr_scheduler.", "train_state", "dataloader")
-"""The prefixes of torchtitan's entries that are not tensors of the model.
-
-The model's own names have no prefix there.
-"""
+"""The prefixes of entries that torchtitan saves besides the model. The model's own names have no prefix there."""
 _SHARDS = "shard-*-model-*-of-*.safetensors"
 """The names that torch's Hugging Face writer gives to files with parts of tensors."""
 

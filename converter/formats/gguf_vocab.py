@@ -46,7 +46,7 @@ _ADDED_SCORE = -1000.0  # as in llama.cpp's converter, for added tokens, which n
 
 @dataclass
 class _Metadata:
-    """The GGUF metadata of a tokenizer, which functions add one after the other."""
+    """The GGUF metadata of a tokenizer, to which several functions add entries."""
 
     metadata: dict[str, Value] = field(default_factory=dict)
     """The metadata by key, in the order of llama.cpp."""

@@ -119,9 +119,9 @@ def _parse(asked: str | None) -> str | None:
 
 
 def _type_of(leaf: BoundLeaf, dtypes: Mapping[str, str], asked: str | None) -> str:
-    """Return the type in which the GGUF stores a tensor.
+    """Return the type in which the GGUF stores a tensor: `asked`, or by default the type in the source.
 
-    This is the type `asked`, or by default that of the source. If llama.cpp requires another type, it is that one.
+    It is another type if llama.cpp requires one for this tensor.
     """
     if len(leaf.shape) < 2 or leaf.checkpoint.endswith(ALWAYS_FP32):
         return "F32"

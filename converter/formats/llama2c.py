@@ -224,7 +224,7 @@ def _dequantised(data: np.ndarray, group: int) -> np.ndarray:
 def _table(name: str, sizes: Sizes) -> bytes:
     """Return the bytes of a RoPE table, "freqs_cos" or "freqs_sin", with the same bits as llama2.c's export.py.
 
-    The same bits are only possible with torch.
+    export.py uses torch, and numpy would give other bits.
     """
     import torch
 

@@ -1,4 +1,7 @@
-"""Read checkpoints that have the tensor names of another training program, a *stack* (`architectures.stacks`)."""
+"""Read checkpoints with the tensor names of another training program.
+
+Such a program is called a *stack*; `architectures.stacks` lists them.
+"""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def _tree(
 
     Args:
         folder: the folder of the weights.
-        stack: the training program whose config is used; None uses that of any program.
+        stack: the training program whose config is looked for; None accepts the config of any program.
         rows: the number of rows of the embedding, for programs whose config does not state it.
         tied: whether the head is tied to the embedding, for programs whose config does not state it.
         inside: a config that is stored in the weight file. It has precedence over config files.
