@@ -95,7 +95,7 @@ class Confined:
 
 
 def libraries() -> list[str]:
-    """Return the parent's import paths, for a worker that needs a library."""
+    """Return the import paths of this process (`sys.path`), for a question to a worker that needs a library."""
     return [str(Path(path).absolute()) for path in sys.path if path]
 
 

@@ -430,9 +430,9 @@ def families_of(family: str | None, origin: str | None) -> list[Architecture]:
 
 
 def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) -> Checkpoint:
-    """Return the checkpoint with the tree `spec`.
+    """Return the checkpoint with `spec` as its tree of components.
 
-    Tensors that only `spec` has are zeros; those that it lacks are left out.
+    Parameters that only `spec` has are zeros. Parameters that `spec` does not have are left out.
     """
     if spec == source.spec:
         return source

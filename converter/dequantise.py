@@ -321,7 +321,8 @@ def _mxfp4_pairs() -> Array:
 def _unpacked(words: Array, bits: int, order: tuple[int, ...] = ()) -> Array:
     """Unpack unsigned integers of `bits` bits from words of 32 bits: [rows, words] -> [rows, integers], as uint8.
 
-    Integer number i of a word is stored at position `order[i]`, counted from the lowest bits; without `order` at i.
+    Integer number i of a word is stored at position `order[i]`, counted from the lowest bits, or at position i if there
+    is no `order`.
     """
     unit = 32 // math.gcd(bits, 32)  # the number of integers that fill whole words
     groups = words.view(np.uint32).reshape(len(words), -1, unit * bits // 32)

@@ -173,7 +173,7 @@ class _Verdict:
 
     @classmethod
     def on(cls, rank: int, error: BaseException | None) -> _Verdict:
-        """Return the verdict for an error that the process of this rank raised.
+        """Return the reason for a failed run, given the error that the process of this rank raised.
 
         `error` is None if the process ended without a message.
         """
@@ -307,7 +307,7 @@ def _digest(plan: FolderPlan, source: TensorFiles) -> str:
 
 
 class _Host(_Team):
-    """Rank 0, which makes the folder, records every file, and publishes."""
+    """The process of rank 0. It makes the output folder, records every finished file, and publishes the folder."""
 
     def __init__(self, *about: Any) -> None:
         self.finish: Callable[[str, FileRecord], None] = lambda name, record: None
@@ -396,7 +396,7 @@ class _Host(_Team):
 
 
 class _Guest(_Team):
-    """A rank other than 0, which writes its share into the host's folder."""
+    """The process of a rank other than 0. It writes some of the weight files into the folder of rank 0 (the host)."""
 
     offer: tuple[str, list[str], str] | None = None
     """The path of the host's folder, the finished files in it, and `_digest` of the host.

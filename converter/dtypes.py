@@ -51,7 +51,7 @@ def widest(dtypes: list[str]) -> str:
 
 
 def to_float64(array: Array, dtype: str) -> NDArray[np.float64]:
-    """Return the exact values of an array of this dtype. bf16 and fp8 arrays are given in their carriers."""
+    """Return the exact values of an array of this dtype. bf16 arrays are given as uint16, fp8 arrays as uint8."""
     if dtype == "BF16":
         array = (array.astype(np.uint32) << 16).view(np.float32)
     elif dtype == "F8_E5M2":  # the upper half of fp16
@@ -74,7 +74,7 @@ _E4M3 = _e4m3()
 
 
 def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
-    """Round values to the nearest ones of a float dtype, ties to even. The result is in the dtype's carrier.
+    """Round values to the nearest ones of a float dtype, ties to even. bf16 is returned as uint16.
 
     Raises CheckpointError if a finite value is out of the dtype's range.
     """
@@ -96,8 +96,7 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
 def cast(array: Array, dtype: str, target: str) -> Array:
     """Cast an array from `dtype` to the float dtype `target`, rounding to nearest, ties to even.
 
-    The argument and the result are in their carriers. Raises CheckpointError if a finite value is out of the target's
-    range.
+    bf16 arrays are given and returned as uint16. Raises CheckpointError if a finite value is out of the target's range.
     """
     if dtype == target:
         return array
@@ -168,7 +167,10 @@ def not_finite(array: Array, dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Rounding:
-    """The effect of casting a tensor to a narrower dtype. The sum of two effects is that of casting both tensors."""
+    """The effect of casting one or several tensors to a narrower dtype.
+
+    Adding two objects gives the effect for all of their tensors.
+    """
 
     changed: int = 0
     """The number of values that changed."""
@@ -182,9 +184,9 @@ class Rounding:
 
 
 def rounding(before: Array, dtype: str, after: Array, target: str) -> Rounding:
-    """Return the effect of casting `before`, of type `dtype`, to `after`, of type `target`. Both are in their carriers.
+    """Return the effect of casting `before`, of type `dtype`, to `after`, of type `target`.
 
-    NaN and infinite values are left out.
+    bf16 arrays are given as uint16. NaN and infinite values are left out.
     """
     if dtype in FLOATS and widest([dtype, target]) == target:
         return Rounding()
@@ -200,7 +202,7 @@ def rounding(before: Array, dtype: str, after: Array, target: str) -> Rounding:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """The error of quantising a tensor. The sum of two errors is that of quantising both tensors."""
+    """The error of quantising one or several tensors. Adding two objects gives the error for all of their tensors."""
 
     largest: float = 0.0
     """The largest absolute error of a value."""
@@ -220,7 +222,7 @@ class Quantisation:
 
 
 def quantisation(before: Array, dtype: str, after: Array) -> Quantisation:
-    """Return the error of quantising `before`, of type `dtype` in its carrier.
+    """Return the error of quantising `before`, which has the type `dtype`; a bf16 array is given as uint16.
 
     `after` has the dequantised values (fp32).
     """

@@ -18,21 +18,22 @@ from .weights import Weights
 
 @dataclass
 class Match:
-    """Which tensor in the files stores which leaf of a model, and everything that does not fit.
+    """Which tensor in the files stores which tensor that a model needs (its leaf), and everything that does not fit.
 
-    Tensors are given by their names in the files, leaves by the names that the model expects.
+    All tensors are given by name: tensors in the files by their names there, leaves by the names that the model
+        expects.
     """
 
     declared: dict[str, BoundLeaf]
-    """All leaves of the model, by name."""
+    """All tensors that the model needs (leaves), by name."""
     matched: dict[str, str] = field(default_factory=dict)
-    """A leaf -> the tensor that stores it."""
+    """A leaf (a tensor that the model needs) -> the tensor in the files that stores it."""
     extra: list[str] = field(default_factory=list)
-    """Tensors without a place in the model."""
+    """Tensors in the files that the model does not need."""
     twice: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of tensors that store the same leaf under two names."""
+    """Pairs of tensors in the files that store the same tensor of the model under two names."""
     shaped: list[str] = field(default_factory=list)
-    """Leaves whose tensors do not have the shape that the model needs."""
+    """Leaves (tensors that the model needs) that have another shape in the files."""
     typed: list[str] = field(default_factory=list)
     """Paired tensors whose dtype is not allowed, usually because it is not a float dtype."""
     heads: list[str] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Match:
     untied: list[str] = field(default_factory=list)
     """Tensors of `heads` whose values differ from the embedding."""
     copies: dict[str, str] = field(default_factory=dict)
-    """A tensor of a layer that shares its weights with another layer -> the leaf of the shared weights."""
+    """A tensor of a layer that shares its weights with another layer -> the leaf that stores the shared weights."""
     parted: list[str] = field(default_factory=list)
     """Tensors of `copies` whose values differ from the shared weights."""
     carried: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Match:
 
     @property
     def missing(self) -> list[str]:
-        """Return the names of the leaves for which there is no tensor."""
+        """Return the names of the tensors that the model needs and that are not in the files."""
         return [name for name in self.declared if name not in self.matched]
 
     def own_head(self, family: Architecture | None) -> list[str]:
@@ -74,7 +75,7 @@ class Match:
 
     @property
     def embedding(self) -> str:
-        """Return the name of the token embedding's leaf, or "" if there is none."""
+        """Return the name that the model expects for the token embedding, or "" if there is none."""
         return next((name for name, leaf in self.declared.items() if leaf.shared == ("embedding.weight",)), "")
 
 
@@ -87,7 +88,7 @@ def match(
     *,
     integers: bool = False,
 ) -> Match:
-    """Pair the tensors in files with the leaves of a model.
+    """Pair the tensors in files with the tensors that a model needs (its leaves).
 
     Tied heads and shared weights may be stored twice. If the weights have been downloaded, the two are compared.
 

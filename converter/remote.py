@@ -189,9 +189,9 @@ def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
 def read_gguf(
     repo: str, revision: str | None, file: str, *, offline: bool = False
 ) -> tuple[ModelSpec, Origin, str, list[str]]:
-    """Return the tree, its origin, the commit and notes for a GGUF file in a repository. Raises InvalidInput, Offline.
+    """Return the tree of components, its origin, the commit and notes for a GGUF file in a repository.
 
-    Only the header is fetched.
+    Only the header is fetched. Raises InvalidInput, Offline.
 
     A file may store both an embedding and a head. gptkit then compares a few kilobytes of the two to decide whether the
     head is tied, and a note says so.

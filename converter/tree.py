@@ -69,7 +69,7 @@ class OtherClass(CheckpointError):
 def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec, Origin, list[str]]:
     """Read the config of a folder or weight file.
 
-    Return its tree, the origin of the tree, and the unknown config fields.
+    Return its tree of components, the origin of the tree, and the unknown config fields.
 
     Args:
         file: the config: config.json, gptkit.json or another .json file.
@@ -165,7 +165,8 @@ def _refuse_adapter(path: Path, folder: Path) -> None:
 def _naming(file: str) -> Iterator[None]:
     """Put the name of a file into the messages of ConfigErrors that are raised inside a `with`.
 
-    Messages about config fields begin with "config.json", which is replaced. Messages about the tree name no file.
+    Messages about config fields begin with "config.json", which is replaced. Messages about the tree of components name
+    no file.
     """
     try:
         yield
@@ -207,12 +208,15 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
 
 
 def holds_tree(path: Path) -> bool:
-    """Return whether a .json file contains a tree without weights, as `write_spec` writes it."""
+    """Return whether a .json file describes a model without weights, as `write_spec` writes it."""
     return path.name != CONFIG and path.is_file() and _is_tree(path, read_config_file(path)[0])
 
 
 def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any]:
-    """Return the content of gptkit.json for a tree. `dtype` is the dtype to compute in, by its name in torch."""
+    """Return the content of gptkit.json for a tree of components.
+
+    `dtype` is the dtype to compute in, by its name in torch.
+    """
     return {
         "gptkit": __version__,
         "schema_version": _LOCAL_SCHEMA,
@@ -232,12 +236,12 @@ def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any
 def write_spec(
     spec: ModelSpec, path: str | Path, *, origin: Origin | None = None, dtype: str = "float32", force: bool = False
 ) -> Path:
-    """Write a tree without weights to a .json file, in one step, and return its path.
+    """Write a tree of components, without weights, to a .json file in one step, and return its path.
 
     `params`, `compare`, `show` and `load --random` accept this file as a model.
 
     Args:
-        spec: the tree.
+        spec: the tree of components.
         path: a .json file that is not called config.json or gptkit.json.
         origin: where the tree came from.
         dtype: the dtype to compute in, by its name in torch.

@@ -34,7 +34,10 @@ class _DependsOnUnknown(Exception):
 
 
 class _Kind(type(Protocol)):  # type: ignore[misc]
-    """The metaclass of `_Unknown`, whose subclasses stand in for imported classes, functions and values."""
+    """The metaclass of `_Unknown`. An imported class, of which only the name is known, is a class of this metaclass.
+
+    It can be used as models use classes: called, indexed, as a base class and so on.
+    """
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

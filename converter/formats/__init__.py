@@ -2,8 +2,8 @@
 
 A module is imported only when its format is needed. A format that can be read recognises its files, reads the model's
 tree of components from their headers, and says where every tensor is. A format that can be written turns a tree into a
-plan: the files, their headers, and the place of every tensor. Every format has a list of leaves. Like the leaves of a
-model family (`architectures`), they declare the names of the format's tensors and how their axes are arranged.
+plan: the files, their headers, and the place of every tensor. Every format has a table of its tensors (leaves), as
+every model family does (`architectures`): the names of the tensors, the parameters in them and the order of their axes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Format(Protocol):
     the files in the folder; it is None for a file. A format is recognised by file names and the first bytes of files.
     """
     describe: Callable[[Path], tuple[ModelSpec, Origin, list[str]]] | None
-    """Return the tree, its origin, and the names of config fields that gptkit does not know.
+    """Return the tree of components, its origin, and the names of config fields that gptkit does not know.
 
     If possible, this imports neither numpy nor torch.
     """

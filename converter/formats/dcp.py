@@ -49,7 +49,7 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return the tree, its origin and unknown fields, from the folder's config.json or gptkit.json.
+    """Return the tree of components, its origin and the unknown config fields, from config.json or gptkit.json.
 
     Raises InvalidInput.
     """

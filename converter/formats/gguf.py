@@ -67,7 +67,7 @@ def begins(path: Path) -> bool:
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return the tree, its origin and an empty list, from the header of a file. Raises InvalidInput."""
+    """Return the tree of components, its origin and an empty list, from the header of a file. Raises InvalidInput."""
     return describe_header(path, open_header(path))
 
 
@@ -134,10 +134,11 @@ def declared(path: Path) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]]:
     """Return the model that a file's metadata declares, for comparing it with the file's tensors.
 
     Returns:
-        The tree; the shapes of the tensors that it needs, by name; the names of tensors that gptkit ignores.
+        The tree of components; the shapes of the tensors that it needs, by name; the names of the tensors in the file
+        that gptkit ignores.
 
     Raises:
-        InvalidInput: the header cannot be read. CannotExpress: GGUF has no tensors for such a tree.
+        InvalidInput: the header cannot be read. CannotExpress: GGUF has no tensors for such a model.
     """
     model = _GgufModel(path, open_header(path))
     shapes = {leaf.checkpoint: leaf.shape for leaf in model.kind.bind(model.spec)}

@@ -1,4 +1,4 @@
-"""Plan a GGUF file with everything that llama.cpp needs, from the tree, the tokenizer's files and a dtype.
+"""Plan a GGUF file with everything that llama.cpp needs, from a checkpoint, its tokenizer and a dtype.
 
 A GGUF file has metadata and a list of tensors, followed by the tensors, each at a multiple of 32 bytes. Everything
 except the weights is known in advance, including tensors that follow from the model's config, such as

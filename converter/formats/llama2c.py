@@ -60,7 +60,7 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return the tree, its origin and an empty list, from the header of a file. Raises InvalidInput."""
+    """Return the tree of components, its origin and an empty list, from the header of a file. Raises InvalidInput."""
     config = config_of(_Llama2cHeader(path).sizes)
     return LLAMA.spec(config), Origin(family="llama", config_text=json.dumps(config, indent=2) + "\n"), []
 

@@ -76,8 +76,8 @@ def opened(folder: Path, files: Sequence[Path], contents: Sequence[Any], beside:
         folder: the folder of the checkpoint, for messages.
         files: the files of all ranks.
         contents: the content of every file.
-        beside: the tree that config.json in the folder describes, which must be that of the checkpoint. None if there
-            is no config.json.
+        beside: the model (tree of components) in the folder's config.json, which must be that of the checkpoint. None
+            if there is no config.json.
 
     Raises:
         CheckpointError: ranks are missing or do not match each other. ConfigError: gptkit does not support the training
@@ -115,7 +115,7 @@ def distributed(folder: Path, stored: Mapping[str, Chunked], beside: ModelSpec |
     Args:
         folder: the folder of the checkpoint.
         stored: the tensors that `.metadata` lists, by name. A tensor may contain the weights of all layers.
-        beside: the tree that config.json in the folder describes, or None.
+        beside: the model (tree of components) in the folder's config.json, or None.
     """
     from ..pickles import unpickled
     from .dcp_read import located

@@ -95,7 +95,7 @@ def _weights_among(folder: Path, names: frozenset[str]) -> list[str]:
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return the tree, its origin and unknown fields, from a config file in the folder of the weights.
+    """Return the tree of components, its origin and the unknown config fields, from a config file next to the weights.
 
     Raises:
         UntrustedInput: there is no config file, and the weights are a pickle. InvalidInput: the config cannot be read.
@@ -155,7 +155,7 @@ def _tree(
     tied: bool | None = None,
     inside: Mapping[str, Any] | None = None,
 ) -> tuple[ModelSpec, Origin, list[str]] | None:
-    """Return the tree, its origin and unknown fields, from a config file in the folder of the weights.
+    """Return the tree of components, its origin and the unknown config fields, from a config file next to the weights.
 
     Return None if there is no config file, or if it does not say enough.
 
@@ -190,7 +190,7 @@ def _tree(
 
 
 def _theirs(folder: Path) -> tuple[ModelSpec, Origin, list[str]] | None:
-    """Return the tree, its origin and unknown fields, from a Hugging Face config.json. Return None if there is none."""
+    """Return what `describe` returns, from a Hugging Face config.json. Return None if there is none."""
     file = next((place / CONFIG for place in _places(folder) if (place / CONFIG).is_file()), None)
     return None if file is None else read_description(file, file.parent, folder=True)
 
@@ -219,7 +219,7 @@ def _described(config: dict[str, Any]) -> tuple[ModelSpec, Origin, list[str]]:
 
 
 def _with_head(spec: ModelSpec, origin: Origin, unknown: list[str], tied: bool) -> tuple[ModelSpec, Origin, list[str]]:
-    """Return a tree, its origin and unknown fields, after tying the head to the embedding or untying it (`tied`)."""
+    """Tie the head of a model to the embedding, or untie it (`tied`). For the other arguments see `describe`."""
     if spec.tied == tied or origin.config is None:
         return spec, origin, unknown
     return _described({**origin.config, "tie_word_embeddings": tied})
@@ -373,7 +373,7 @@ def _only(
     Args:
         files: the files, for messages.
         tables: the tensors of every file, by the keys of nested dictionaries that lead to them.
-        described: the tree, origin and unknown fields from config.json, or None without one.
+        described: what `describe` returns for a config.json, or None without one.
         family: the family in config.json, or None.
     """
     signs: list[tuple[str, Stack | None]] = [(stack.sign, stack) for stack in STACKS]
