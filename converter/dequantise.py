@@ -42,7 +42,7 @@ class Numbers(NamedTuple):
     decoder: Callable[[], _Rows]
     """Read the scales, and return a function that computes any rows of the weight."""
     step: int = 1
-    """Rows are computed in multiples of this number, for speed or because two of them share a byte."""
+    """Rows are computed in multiples of this number, for speed, or because two rows may share a byte."""
 
 
 class Parts:

@@ -195,7 +195,7 @@ class _Interrupted(KeyboardInterrupt):
 
 
 class _Team(_Alone):
-    """One process of a run of several: the code that the host and the guests share.
+    """One process of a run of several: the code that rank 0 (the host) and the other ranks (the guests) share.
 
     A message is a word and its content. The word "lost" means that the connection to the sender is closed.
     """

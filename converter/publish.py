@@ -522,7 +522,7 @@ def _size(nbytes: int) -> str:
 
 
 def begin_journal(folder: Path, key: str, finished: Mapping[str, tuple[FileRecord, int]] | None = None) -> None:
-    """Write the journal of a partial folder in one step.
+    """Write the journal of an unfinished output folder in one step.
 
     It has a line with the key, and a line for every finished file with its name, size and hashes. A line is a checksum
     and JSON.
@@ -538,7 +538,10 @@ def begin_journal(folder: Path, key: str, finished: Mapping[str, tuple[FileRecor
 
 
 def _note_finished(folder: Path, name: str, record: FileRecord, nbytes: int) -> None:
-    """Add a finished file to the journal and fsync it. Any thread may call this. Raises OSError."""
+    """Add a finished file to the journal of its folder, and fsync the journal.
+
+    Any thread may call this. Raises OSError.
+    """
     line = _journal_line({"name": name, **file_entry(record, nbytes)})
     with _noting, (folder / JOURNAL).open("r+b", buffering=0) as file:
         write_all(file.fileno(), line, file.seek(0, os.SEEK_END))
@@ -576,7 +579,7 @@ def _is_right(path: Path, record: FileRecord, nbytes: int) -> bool:
 
 
 def _journal_key(folder: Path) -> str | None:
-    """Return the key in a folder's journal, or None if it has no journal of this user."""
+    """Return the key of the work in a folder's journal, or None if the folder has no journal of this user."""
     lines = read_journal(folder)
     key = lines[0].get("key") if lines else None
     return key if isinstance(key, str) else None

@@ -123,7 +123,7 @@ def identify(reference: str | Path | Reference) -> Reference:
 
 
 def located(path: Path, text: str | None = None, kind: Literal["sample", "path", "hub"] = "path") -> Reference:
-    """Return the reference for a local file or folder, with its format.
+    """Return the model reference for a local file or folder, with the format of its files.
 
     `text` is the text that the user gave, by default the path. Raises OSError if the path cannot be read, and
     InvalidInput if it is a pipe or device.
@@ -233,7 +233,7 @@ def resolve(
 
 
 def _here(text: str) -> Reference | None:
-    """Return the reference for the local path `text`, or None if there is no such path."""
+    """Return the model reference for the local path `text`, or None if there is no such path."""
     path = Path(os.path.expanduser(text))  # noqa: PTH111, because Path's own raises for an unknown user
     try:
         resolved = located(path, text)

@@ -72,7 +72,7 @@ class FileScan:
 
     @property
     def reference(self) -> str:
-        """Return the reference as the user wrote it."""
+        """Return the text with which the user named the model."""
         return self.resolved.text
 
     @property

@@ -32,7 +32,7 @@ _LOCAL_SCHEMA = 1
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a tree of components comes from."""
+    """The model from which a tree of components was made."""
 
     family: str | None = None
     """The name of the model family; None if gptkit does not know it."""

@@ -321,7 +321,7 @@ class TensorFiles:
 
     @cached_property
     def _holder(self) -> dict[str, BoundLeaf]:
-        """Return, for every shared name, the tensor in the files that stores this parameter."""
+        """Return, for every parameter by gptkit's name (shared name), the tensor in the files that stores it."""
         return {name: leaf for leaf in self.leaves for name in leaf.shared}
 
     def shared_dtypes(self, asked: str | None = None) -> dict[str, str]:
