@@ -191,8 +191,15 @@ def _hf_config(
 ) -> bytes:
     """Return config.json for a Hugging Face checkpoint: the original text if it is still right, or else a new one.
 
-    `stored` is the dtype of most weights in the output, and `compute` the dtype in which the model runs. For `whole`,
-    `quantised` and `standard` see `Architecture.export_config`.
+    Args:
+        architecture: the family of the output.
+        spec: the tree of components.
+        origin: where the tree came from, with the original config.json.
+        stored: the dtype of most weights in the output.
+        compute: the dtype in which the model runs.
+        whole: whether the output has all tensors of a composite model.
+        quantised: whether the output has quantised weights as they were stored.
+        standard: whether transformers' class of the family must be able to read the config.
     """
     original = origin.config
     config: dict[str, Any] | None = architecture.export_config(spec, original, whole, quantised, standard)

@@ -211,7 +211,7 @@ class _Shard(NamedTuple):
 def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
     """Stand in for torch._tensor._rebuild_from_type_v2.
 
-    Return a plain tensor without attributes, or a DTensor's part.
+    Return the tensor that torch would make: a plain tensor, or the part of a DTensor. Extra attributes are dropped.
     """
     if isinstance(kind, _Known) and kind.name == "class":
         return make(*args)

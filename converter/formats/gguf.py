@@ -72,7 +72,7 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
 
 
 def describe_header(where: Path | str, header: GgufHeader) -> tuple[ModelSpec, Origin, list[str]]:
-    """Do the same as `describe` with a header that was already read."""
+    """Return what `describe` returns, for a header that was already read. `where` is the file's name for messages."""
     model = _GgufModel(where, header)
     return model.spec, model.origin, []
 

@@ -268,7 +268,10 @@ def _groups(file: Path, content: Any, ranks: int) -> list[Stored]:
 
 
 def _cut(group: Sequence[Stored], start: int, width: int) -> list[Stored]:
-    """Return elements `start` to `start + width` of the concatenation of flat tensors, as a list of parts of them."""
+    """Return elements `start` to `start + width` of several flat tensors, counted through all of them.
+
+    The result is a list, because the elements may be in more than one of the tensors.
+    """
     pieces, at = [], 0
     for tensor in group:
         begin, end = max(start - at, 0), min(start + width - at, tensor.count)
