@@ -46,7 +46,7 @@ _WORDS = {"version": "gptkit --version", "help": "gptkit -h"}
 
 
 def _mistake(call: Any) -> str:
-    """Return one line on what is wrong with a call, from click's error.
+    """Return one line that says what is wrong with a command line. `call` is click's error.
 
     For a mistyped command or option, gptkit suggests a similar one itself, because click suggests almost any word.
     """
@@ -105,7 +105,7 @@ class _Commands(typer.core.TyperGroup):
         return sorted(super().list_commands(ctx), key=_ORDER.index)
 
     def next_step(self, call: Any, given: Sequence[str]) -> str:
-        """Return the advice to print after a wrong call. `given` are the words of the command line."""
+        """Return the advice to print after a wrong command line, whose words are `given`. `call` is click's error."""
         first = next((word for word in given if not word.startswith("-")), "")
         if first in _WORDS:
             return f"Use {_WORDS[first]} instead."
@@ -361,7 +361,10 @@ def _not_imported(error: ImportError) -> str | None:
 
 
 def _guarded(function: _F) -> _F:
-    """Wrap a command: print its errors on stderr and exit with their codes, and combine options to groups."""
+    """Wrap a command: print its errors on stderr, and exit with their codes.
+
+    The options of an `_OptionGroup` are passed to the command as one argument.
+    """
     signature, groups = _separate_options(function)
 
     @functools.wraps(function)

@@ -30,9 +30,11 @@ def _seconds(name: str, text: str) -> float:
 def amounts(
     budget: str | None, time: str | None, batch: str | None, context: str | None, held_out: str
 ) -> dict[str, Any]:
-    """Parse the options of `train` and `heal` that are numbers of tokens, times or shares.
+    """Parse options of `train` and `heal`. Raises UsageError if one is malformed.
 
-    Raises UsageError if one is malformed.
+    Returns:
+        By name: "tokens" (the budget), "batch" and "context" in tokens, "seconds" (`time`), and "held_out". The last is
+        a share of the text, or the unchanged argument if it is not a number. An option that is not given is None.
     """
     counts = {"tokens": budget, "batch": batch, "context": context}
     values: dict[str, Any] = {

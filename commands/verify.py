@@ -102,9 +102,11 @@ def verify(
             )
 
     def measured_text(source: Checkpoint) -> tuple[int, ...] | None:
-        """Return the token ids to measure perplexity on: the end of the file of --text.
+        """Return the token ids on which perplexity is measured: the end of the text that --text names.
 
-        For gptkit's samples, the default is the end of the bundled text. Without a text, return None.
+        For gptkit's samples, the default is the bundled text. For other models without --text, return None.
+
+        `source` is the model, whose tokenizer encodes the text.
         """
         from ..surgery.fits.calibration import read_text
 

@@ -158,7 +158,7 @@ def open_files(
 ) -> TensorFiles:
     """Open a checkpoint. If its family is unknown or gptkit cannot load it, return its tensors by name instead.
 
-    The `options` are further arguments of `open_checkpoint`.
+    The keyword arguments `options` are passed to `open_checkpoint`. They have no effect on tensors listed by name.
     """
     how = {"offline": offline, "allow_pickle": allow_pickle, "headers_only": headers_only}
     try:

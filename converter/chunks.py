@@ -38,7 +38,8 @@ class Chunked(NamedTuple):
 def filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: str) -> tuple[Chunk, ...]:
     """Check that the chunks fill a tensor of this shape. Return them in the order of their offsets, without empty ones.
 
-    Raises CheckpointError unless every element is in exactly one chunk. Its message begins with `where`.
+    Raises CheckpointError unless every element is in exactly one chunk. Its message begins with `where`, the
+    name of the tensor, and its `hint` says what the user can do.
     """
     full = sorted((chunk for chunk in chunks if chunk.stored.count), key=lambda chunk: chunk.offsets)
     if len(full) > _MAX_CHUNKS:

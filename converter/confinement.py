@@ -171,6 +171,10 @@ def work(answer: Callable[[Any], Any], reason: Callable[[BaseException], str]) -
     """Answer every question on stdin until the parent ends, without limits on memory and time.
 
     This is for programs that `Confined` starts and that are not worker modules of this folder.
+
+    Args:
+        answer: called with every question, decoded from JSON. It returns the answer, which is encoded as JSON.
+        reason: called with an exception that `answer` raised. It returns the error text for the parent.
     """
     _end_with_parent()
     _limit("RLIMIT_CORE", 0)

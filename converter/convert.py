@@ -320,7 +320,7 @@ def convert(
         workers: the number of threads; by default one per core.
         max_memory: the largest number of bytes of tensors in memory at once.
         progress: called with the number of bytes of every tensor that was written.
-        on_plan: called once, before the first tensor is read.
+        on_plan: called with the planned conversion, before the first tensor is read. It is not called in a dry run.
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`; CheckpointError also if a value does not fit `dtype`.
@@ -429,7 +429,10 @@ def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
 
 
 def families_of(family: str | None, origin: str | None) -> list[Architecture]:
-    """Return the family of this name. For None and "auto", return all families, beginning with the `origin`."""
+    """Return the model family called `family`. If it is None or "auto", return all families.
+
+    The family called `origin`, from which the model came, is then the first.
+    """
     if family not in (None, "auto"):
         return [named(str(family))]
     first = [] if origin is None else [named(origin)]

@@ -211,7 +211,8 @@ _STEP = 2**16  # elements to compute at a time, so that intermediate results sta
 def _halfway(scales: Array) -> bool:
     """Return whether a product of a scale and an F8_E4M3 value may be exactly halfway between two bf16 values.
 
-    Trying the eight mantissas of F8_E4M3 suffices, if the product is a normal number in fp32.
+    Only the eight mantissas of F8_E4M3 are tried, because powers of two do not change the answer. For very small
+    scales, whose products may be subnormal in fp32, return True.
     """
     products = np.multiply.outer(np.arange(8, 16, dtype=np.float32), scales).view(np.uint32)
     small = (np.abs(scales) < 2**-100) & (scales != 0)

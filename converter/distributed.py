@@ -242,7 +242,7 @@ class _Team(_Alone):
                 self.changed.notify_all()
 
     def wait(self, until: Callable[[], object], limit: timedelta | None = None) -> None:
-        """Wait until `until()` is true or the time `limit` is over.
+        """Wait until `until()` is true, but at most as long as `limit`. By default there is no limit.
 
         It waits in short steps, so that signals are handled.
         """
@@ -257,7 +257,9 @@ class _Team(_Alone):
             raise Elsewhere("another process of this run failed; its own message says why")
 
     def carry(self, plan: FolderPlan, source: TensorFiles, staging: Staging, options: dict[str, Any]) -> Transferred:
-        """Write the weight files that belong to this rank.
+        """Write the weight files that belong to this rank, and return the result of the transfer.
+
+        `options` are further arguments of `transfer`. By default the ranks on this machine share its cores.
 
         Raises the errors of `transfer`, and Elsewhere if another process has failed.
         """
@@ -408,7 +410,9 @@ class _Guest(_Team):
         return _Shared(self, target, force)
 
     def opened(self) -> tuple[str, list[str], str]:
-        """Wait until the host has made its folder, and return `offer`.
+        """Wait until the host has made its folder.
+
+        Return its path, the names of the finished files in it, and `_digest` of the host.
 
         Raises Elsewhere if another process has failed.
         """

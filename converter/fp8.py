@@ -107,7 +107,10 @@ def _rounded(values: Array) -> Array:
 
 
 def _numbers(bits: Array, rows: Array, dtype: str) -> Array:
-    """Dequantise the fp8 values `bits` to fp32. `rows`, of type `dtype`, are the values before quantising."""
+    """Dequantise the fp8 values `bits` to fp32.
+
+    The scales are computed again from `rows`, the values before quantising, whose type is `dtype`.
+    """
     table = to_float64(np.arange(256, dtype=np.uint8), "F8_E4M3").astype(np.float32)
     values = table.take(bits).reshape(rows.shape)
     return values * _spread(_inverses(rows, dtype), values.shape)

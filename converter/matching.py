@@ -20,8 +20,8 @@ from .weights import Weights
 class Match:
     """Which tensor in the files stores which tensor that a model needs (its leaf), and everything that does not fit.
 
-    All tensors are given by name: tensors in the files by their names there, leaves by the names that the model
-        expects.
+    All tensors are given by name: tensors in the files by their names there, and leaves by the names that the model
+    expects.
     """
 
     declared: dict[str, BoundLeaf]

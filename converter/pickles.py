@@ -233,9 +233,10 @@ def _way_on(keys: str, prefix: str, only: bool) -> str:
 
 
 def _dictionaries(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Stored], int]]:
-    """Yield a dictionary and all dictionaries nested in it.
+    """Yield `value`, if it is a dictionary, and the dictionaries nested in it.
 
-    For each, yield the keys that lead to it, its tensors by name, and the number of its entries.
+    A dictionary is given by the keys that lead to it from the content of the file, its tensors by name, and the number
+    of its entries. `where` has the keys that lead to `value`.
     """
     if not isinstance(value, dict) or len(where) > _DEPTH:
         return

@@ -404,9 +404,10 @@ def _is_listed(path: Path, entry: object) -> bool:
 
 
 def _free(folder: Path, name: str) -> str:
-    """Return a free path for a file in a folder, relative to it. It is `name`, if this path is free.
+    """Return the path, relative to a folder, at which a file called `name` can be placed in the folder.
 
-    Otherwise the part of the path that is taken is replaced by NAME.old.
+    It is `name`, unless something exists there. If a file exists at "notes", the free path for "notes" is "notes.old",
+    and that for "notes/a.txt" is "notes.old/a.txt".
     """
     parts = name.split("/")
     for at in range(1, len(parts) + 1):

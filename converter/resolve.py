@@ -149,6 +149,8 @@ def located(path: Path, text: str | None = None, kind: Literal["sample", "path",
 def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
     """Read the config of a model. Return its tree of components, the origin of the tree, and the unknown config fields.
 
+    `where` is the model: a local path, or a reference whose files are on this machine.
+
     Raises InvalidInput; UntrustedInput if this needs a pickle.
     """
     resolved = located(where) if isinstance(where, Path) else where
@@ -162,7 +164,9 @@ def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
 def quantised(reference: Reference, origin: Origin) -> tuple[str, str | None] | None:
     """Return how the weights are quantised, according to config.json, or None if they are not quantised.
 
-    For the two texts see `architectures.config.quantisation`.
+    Returns:
+        The method in words ("gptq, 4 bits, groups of 128"), and the command that dequantises the weights, or None if
+        gptkit knows no such command.
     """
     return None if reference.is_own else quantisation(origin.config)
 

@@ -28,7 +28,7 @@ from .weights import Weights
 
 
 class _About(msgspec.Struct):
-    """An index of weight files, of which only the metadata are read."""
+    """The metadata in an index of weight files. The list of tensors in the index is not decoded."""
 
     metadata: dict[str, Any] | None = None
 

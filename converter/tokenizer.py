@@ -136,11 +136,13 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False, prompt: Iterable[int] = ()) -> None:
-        """Begin after the ids of a `prompt`.
+        """Prepare to decode.
 
-        The pieces are then the text after the prompt, with a space at its beginning.
-
-        With `skip_special_tokens`, special tokens are left out of the text.
+        Args:
+            tokenizer: the tokenizer.
+            skip_special_tokens: leave special tokens out of the text.
+            prompt: ids before the first id that is decoded. Their text is not returned, but with them a space at the
+                beginning of the returned text is kept.
         """
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()

@@ -106,7 +106,10 @@ class _Unknown(metaclass=_Kind):
 
 
 def _decorated(given: Any, named: Any) -> Any:
-    """Return the function or class that a call decorates, if the arguments are those of a decorator. Otherwise None."""
+    """Return the only argument of a call if it is a function or class, because the call then decorates it.
+
+    Otherwise return None. The positional arguments are `given`, the keyword arguments `named`.
+    """
     return given[0] if len(given) == 1 and not named and isinstance(given[0], (type, types.FunctionType)) else None
 
 

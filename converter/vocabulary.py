@@ -276,7 +276,8 @@ def named_in(settings: Mapping[str, Any]) -> set[str]:
 def _pipeline_ids(data: dict[str, Any]) -> Iterator[tuple[Callable[[list[int]], None], list[int]]]:
     """Yield the fields in tokenizer.json, outside of the vocabulary, that refer to tokens by id.
 
-    A field is given as a function that replaces the ids in `data`, and the list of its ids.
+    A field is given as a function and the list of its ids. Call the function with the list of new ids, of the same
+    length, to write them into `data`.
     """
 
     def item(holder: Any, key: Any) -> Callable[[list[int]], None]:

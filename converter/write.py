@@ -202,7 +202,8 @@ def as_it_was(
         dtypes: the dtype of every parameter, by shared name.
         files: the headers and the index of the original (`Origin.files`). They are untrusted, because the user may have
             edited them.
-        canonical: a function that returns the usual name of a tensor, given its name in `files` and the known names.
+        canonical: called with the name of a tensor in `files`, and the tensors in `leaves` by name. It returns the
+            name that the tensor has in `leaves`.
 
     Returns:
         The weight files, and the index by file name. None if `files` do not have exactly the tensors in `leaves`.
@@ -253,7 +254,7 @@ def prepare(plan: FolderPlan, staging: Staging) -> None:
 
 
 def writer(shard: Shard, staging: Staging) -> BlockFile:
-    """Create a weight file, and write its header and constants."""
+    """Create a weight file, and write its header and `shard.constants`. Return the file, without its tensors."""
     blocks = [FileBlock(o.leaf.checkpoint, o.start, o.start + o.nbytes) for o in shard.outputs]
     blocks = sorted([*blocks, *(block for block, _ in shard.constants)], key=lambda block: (block.start, block.end))
     file = BlockFile(staging.path / shard.name, shard.header, blocks, shard.size)

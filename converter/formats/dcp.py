@@ -42,6 +42,7 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
     """Return the folder if it is a distributed checkpoint, else None.
 
     Such a folder has `.metadata`, or files of the Hugging Face writer, but not the files of a Hugging Face checkpoint.
+    `names` are the names of the files in the folder `path`, or None if `path` is a file.
     """
     if names is None or SINGLE in names or INDEX in names:
         return None

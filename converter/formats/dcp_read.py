@@ -69,7 +69,10 @@ def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
 
 
 def located(tensors: Mapping[str, Chunked]) -> dict[str, Chunked]:
-    """Replace the place of every chunk's archive by the place of the chunk's data inside it. Raises CheckpointError."""
+    """Return the same tensors, with the place of every chunk's data instead of the archive that contains the data.
+
+    Raises CheckpointError.
+    """
     process = Unpickler(parts=sum(len(tensor.chunks) for tensor in tensors.values()))
     return {
         name: tensor._replace(chunks=tuple(_located(name, chunk, process) for chunk in tensor.chunks))

@@ -50,7 +50,10 @@ _TOKEN_ID_KEYS = {"eos": ("eos", "eot", "eom"), "bos": ("bos",), "pad": ("paddin
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """Return the path if it is a GGUF file, or the only .gguf file in it if it is a folder; else None."""
+    """Return the path if it is a GGUF file, or the only .gguf file in it if it is a folder; else None.
+
+    `names` are the names of the files in the folder, or None if `path` is a file.
+    """
     if names is not None:
         inside = [name for name in names if name.endswith(".gguf")]
         return path / inside[0] if len(inside) == 1 else None
@@ -231,7 +234,8 @@ class _GgufModel:
     def _is_dropped(self, name: str, facts: GgufFacts) -> bool:
         """Return whether gptkit ignores a tensor.
 
-        Tensors of layers that draft tokens (multi-token prediction) are ignored.
+        It ignores the tensors of extra layers that draft tokens (multi-token prediction), and buffers such as RoPE
+        tables.
         """
         layer = re.match(r"blk\.(\d{1,9})\.", name)
         if layer is not None and facts.drafts and int(layer[1]) >= facts.layers:

@@ -241,7 +241,10 @@ class _Cursor:
             raise CheckpointError(f"{self.where}: {what} at byte {at} is not UTF-8") from error
 
     def read_text(self, length: int, what: str) -> None:
-        """Count the bytes of a string. Raises CheckpointError if the header has too many bytes of strings together."""
+        """Add `length` to the number of bytes of all strings so far. Raises CheckpointError if it is too large.
+
+        `what` names the string in the error. The position does not move.
+        """
         self.text -= length
         if self.text < 0:
             raise CheckpointError(

@@ -255,9 +255,15 @@ def _merges(model: JsonObject) -> list[tuple[str, str]]:
 
 
 def _sentencepiece_bpe(result: _Metadata, model: JsonObject, added: Sequence[JsonObject]) -> None:
-    """Add the metadata of a SentencePiece BPE tokenizer.
+    """Add the metadata of a SentencePiece BPE tokenizer to `result`.
 
-    llama.cpp merges the pair with the highest score of the result, so a merge's rank becomes the score of its result.
+    llama.cpp first merges the pair that forms the token with the highest score. So the score of a token is minus the
+    rank of the merge that forms it.
+
+    Args:
+        result: the metadata.
+        model: the object "model" in tokenizer.json.
+        added: the list "added_tokens" in tokenizer.json.
     """
     vocab, merges = model["vocab"], _merges(model)
     check_lengths(vocab, "tokenizer.json")
@@ -369,7 +375,13 @@ _SPECIAL = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}
 def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str, Any]) -> _Metadata:  # noqa: C901
     """Return the metadata of a tokenizer.model, the file of SentencePiece, without using its library.
 
-    The numbers of protobuf fields are those in sentencepiece_model.proto. `settings` is tokenizer_config.json.
+    The numbers of protobuf fields are those in sentencepiece_model.proto.
+
+    Args:
+        data: the content of the file.
+        name: the name of the file for messages.
+        rows: the number of rows of the model's embedding.
+        settings: the content of tokenizer_config.json.
     """
     vocab, trainer, normalizer = _Metadata(rows=rows), dict[int, Any](), dict[int, Any]()
     try:

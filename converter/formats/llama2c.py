@@ -49,7 +49,8 @@ _ROWS = 4096  # positions of the tables to check at a time
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
     """Return the path of a llama2.c file, recognised by its first bytes: the given file, or the only one in a folder.
 
-    Return None if there is none. Tokenizers (tok*.bin) are not models.
+    Return None if there is none. Tokenizers (tok*.bin) are not models. `names` are the names of the files in the folder
+    `path`, or None if `path` is a file.
     """
     inside = [path] if names is None else [path / x for x in names if x.endswith(".bin") and not x.startswith("tok")]
     try:

@@ -105,9 +105,14 @@ def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
 
 
 def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[dict[str, int], bool]:
-    """Return the sizes in `model_args`, and whether the model has biases.
+    """Return the sizes that a checkpoint's `model_args` state, by name, and whether the model has biases.
 
-    Checkpoints of nanoGPT's first versions do not say whether they have biases, and always have them.
+    Checkpoints of nanoGPT's first versions do not say whether they have biases. Then the names of their tensors decide.
+
+    Args:
+        file: the file, for messages.
+        given: the dictionary `model_args` in the checkpoint.
+        weights: the tensors of the checkpoint.
     """
     other = [str(key) for key in given if key not in (*ARGUMENTS, "bias", "dropout")]
     missing = [key for key in ARGUMENTS if type(given.get(key)) is not int]

@@ -171,7 +171,15 @@ def _by_shapes(name: str, values: Mapping[Path, Any], shape: tuple[int, ...] | N
 
 
 def same_in(name: str, one: Path, first: Stored, other: Path, second: Stored) -> None:
-    """Raise CheckpointError unless a tensor has the same bytes in two files, `one` and `other`."""
+    """Raise CheckpointError unless a tensor has the same bytes in two files.
+
+    Args:
+        name: the name of the tensor, for the message.
+        one: a file, for the message.
+        first: the tensor in `one`.
+        other: another file, for the message.
+        second: the tensor in `other`.
+    """
     both = Weights({"a": first, "b": second})
     both.check()
     if not both.same("a", "b"):
@@ -282,9 +290,15 @@ def _cut(group: Sequence[Stored], start: int, width: int) -> list[Stored]:
 
 
 def _flat(where: str, shape: tuple[int, ...], ranks: Sequence[Sequence[Stored]]) -> Chunked:
-    """Concatenate the flat pieces of all ranks to a tensor of this shape.
+    """Return a tensor of this shape, whose elements are stored in flat pieces, in the order of the ranks.
 
-    Padding after the last element is left out.
+    Padding after the last element is left out. Raises CheckpointError if the pieces have too few elements or
+    different dtypes.
+
+    Args:
+        where: the name of the tensor for messages.
+        shape: the shape.
+        ranks: the pieces of every rank.
     """
     count, at, chunks = math.prod(shape), 0, []
     for piece in (part for rank in ranks for part in rank):

@@ -20,9 +20,9 @@ ONE = "Keep only the config that belongs to these weights in the folder."
 
 
 def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
-    """Return the tensors that a model needs, under the names of a training program.
+    """Return the tensors that a model needs, under the names that a training program (`stack`) gives them.
 
-    Raises CheckpointError if the program does not support such a model.
+    Raises CheckpointError if the program does not support such a model. `stack` must not be None.
     """
     assert stack is not None
     try:
@@ -36,7 +36,18 @@ def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
 
 
 def without_buffers(weights: Weights, stack: Stack, notes: list[str]) -> tuple[Weights, bool]:
-    """Remove buffers and the copy of a tied head from the weights. Return the weights, and whether the head is tied."""
+    """Remove buffers, and the head if it is a copy of the embedding, from `weights`.
+
+    This changes `weights`, and adds a note for the user to `notes` if the head is removed.
+
+    Args:
+        weights: the tensors, under the names of a training program.
+        stack: the program.
+        notes: notes for the user.
+
+    Returns:
+        `weights`, and whether the head is tied: it is a copy of the embedding, or not stored at all.
+    """
     info = weights.info
     dropped = [name for name in info if name.endswith(stack.dropped)] if stack.dropped else []
     tied = stack.head not in info

@@ -140,12 +140,18 @@ def archive_of(prefix: str, files: Mapping[str, bytes], tensors: Sequence[int]) 
 
 
 def program(value: Any) -> bytes:
-    """Return a pickle of a value, in protocol 2 as torch.save uses. For bytes in it see `_pickled`."""
+    """Return a pickle of a value, in protocol 2 as torch.save uses.
+
+    Bytes in the value must be pickle opcodes, such as those of `pickled_tensor`. They are inserted unchanged.
+    """
     return b"\x80\x02" + _pickled(value) + b"."
 
 
 def _pickled(value: Any) -> bytes:
-    """Return the pickle opcodes that make a value. Bytes inside it are taken as opcodes, such as those of a tensor."""
+    """Return the pickle opcodes that make a value.
+
+    Bytes in the value must already be opcodes, such as those of `pickled_tensor`. They are inserted unchanged.
+    """
     if isinstance(value, bytes):
         return value
     if isinstance(value, dict):

@@ -61,7 +61,10 @@ _MAX_CONFIG = 2**15  # bytes of a config
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """Return the path if it is a checkpoint of a training program and not a Hugging Face checkpoint, else None."""
+    """Return the path if it is a checkpoint of a training program and not a Hugging Face checkpoint, else None.
+
+    `names` are the names of the files in the folder `path`, or None if `path` is a file.
+    """
     if names is None:
         return path if path.name not in _HUGGING_FACE and _looks_right(path) else None
     if names & _HUGGING_FACE or any(name.endswith(".safetensors") for name in names - {_CONSOLIDATED}):
@@ -219,7 +222,19 @@ def _described(config: dict[str, Any]) -> tuple[ModelSpec, Origin, list[str]]:
 
 
 def _with_head(spec: ModelSpec, origin: Origin, unknown: list[str], tied: bool) -> tuple[ModelSpec, Origin, list[str]]:
-    """Tie the head of a model to the embedding, or untie it (`tied`). For the other arguments see `describe`."""
+    """Return a model in which the head is tied to the embedding if `tied` is true, and untied if it is false.
+
+    A model without a config.json is returned unchanged.
+
+    Args:
+        spec: the tree of components.
+        origin: the origin of the tree, with its config.json.
+        unknown: the names of unknown config fields.
+        tied: whether the head is tied.
+
+    Returns:
+        The new tree of components, its origin, and the unknown config fields.
+    """
     if spec.tied == tied or origin.config is None:
         return spec, origin, unknown
     return _described({**origin.config, "tie_word_embeddings": tied})
