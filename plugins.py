@@ -21,9 +21,10 @@ GROUP = "gptkit.plugins"
 
 
 def load(named: Iterable[str] = ()) -> None:
-    """Import the installed plugins, the plugins in GPTKIT_PLUGINS, and the `named` ones.
+    """Import the installed plugins, the plugins in the environment variable GPTKIT_PLUGINS, and the `named` ones.
 
-    If an import fails, a line on stderr reports it and the plugin is ignored.
+    `named` has names of modules and paths of .py files. GPTKIT_PLUGINS has the same, separated by commas. If an import
+    fails, a line on stderr reports it and the plugin is ignored.
     """
     for name in (*_installed(), *os.environ.get("GPTKIT_PLUGINS", "").split(","), *named):
         if name.strip():

@@ -95,10 +95,14 @@ def elements_land_once(family: Architecture, config: Config) -> None:
 
 
 def names_and_shapes_agree(family: Architecture, config: Config, theirs: Shapes) -> None:
-    """Assert that the component tree of a config and the reference have the same tensor names and shapes.
+    """Assert that gptkit expects the tensor names and shapes that the reference's checkpoint has.
 
-    gptkit's modules must have the names and shapes of the tree's parameters. `theirs` has the shapes in the reference's
-    checkpoint by name, which may include a tied head.
+    Also assert that gptkit's torch modules have the names and shapes of the parameters in the component tree.
+
+    Args:
+        family: the definition.
+        config: an example of config.json.
+        theirs: the shapes in the reference's checkpoint, by name. They may include those of a tied head.
     """
     spec = family.spec(config)
     ours = {leaf.checkpoint: leaf.shape for leaf in family.bind(spec)}
@@ -112,7 +116,8 @@ def names_and_shapes_agree(family: Architecture, config: Config, theirs: Shapes)
 def stored(family: Architecture, spec: ModelSpec, theirs: Shapes) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the reference's tensors that gptkit's model has too, by name.
 
-    This leaves out tied tensors, and tensors that gptkit only copies between checkpoints.
+    `theirs` has the shapes of all tensors of the reference's checkpoint. The result leaves out tied tensors, and
+    tensors that gptkit only copies between checkpoints.
     """
     drop = {*family.borrowed(spec), *((family.head,) if spec.tied else ())}
     own = {leaf.checkpoint for leaf in family.bind(spec)}

@@ -45,12 +45,13 @@ def fix(
     allow_pickle: bool = False,
     **options: Any,
 ) -> Audit:
-    """Write a repaired copy of a checkpoint. The repairs lose nothing: names, the index, shards that no index lists,
-    tensors that are stored twice, and missing tensors that `source` stores under the same name with the required shape.
+    """Write a repaired copy of a checkpoint, and return the audit of the copy.
 
-    The copy appears only when it is complete. Returns the audit of the copy. The rule "taken-from-source" names the
-    tensors that come from the source. If `load` would still refuse the copy, nothing is written, and the audit of `new`
-    is returned, with a finding of the rule "not-fixed" first.
+    The repairs lose nothing. They correct tensor names and the index, include shards that no index lists, and store
+    every tensor once. A missing tensor is copied from the source model if that stores it under the same name with the
+    required shape; a finding of the rule "taken-from-source" then names it. If `load` would still refuse the copy,
+    nothing is written, and the audit of `new` is returned, with a finding of the rule "not-fixed" first. The copy
+    appears only when it is complete.
 
     Args:
         new: the checkpoint: a folder, a file, or a repository on the hub.
@@ -58,7 +59,7 @@ def fix(
         force: replace an existing checkpoint folder.
         offline: use local files and the hub's cache only.
         allow_pickle: read pickles too; the copy always has safetensors.
-        options: further arguments of `audit`.
+        options: further arguments of `audit`: `source`, `loader`, `values` and `progress`.
 
     Raises:
         InvalidInput: as `audit`; also if a weight file cannot be read, or a missing tensor is only on the hub.
@@ -124,7 +125,8 @@ def audit(
     Args:
         new: the checkpoint: a folder, a file, or a repository on the hub.
         source: the checkpoint it was made from, to report missing and different tensors.
-        loader: the program (one of `_LOADERS`) that is to load it, to report the tensors that it ignores or renames.
+        loader: also report how this program would treat the tensors, for example which ones it ignores:
+            "transformers", "llama.cpp" or "vllm".
         values: read the weights, to find NaN, infinities, zeros, repetitions, and differences from the source.
         offline: use local files and the hub's cache only.
         allow_pickle: read pickles too (weights only).

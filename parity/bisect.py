@@ -125,10 +125,14 @@ def _label(module: str) -> str:
 
 
 def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
-    """Return the places at which the models are compared, in the order of computation.
+    """Return the places at which gptkit's and transformers' model are compared, in the order of computation.
 
     Most are the outputs of modules. The result of a computation without weights, such as softmax or an activation, is
     compared at the input of the next projection.
+
+    Args:
+        architecture: the definition of the model family, which has the names of transformers' modules.
+        spec: the component tree, which has the names of gptkit's modules.
     """
     known = {parameter.name: (place, parameter) for place, parameter in enumerate(spec.parameters())}
     moved = {
@@ -264,8 +268,13 @@ _See = Callable[[_Key, Tensor], None]
 def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Part]:
     """Return the difference at every compared component, in the order of computation.
 
-    Both models run twice, in fp64 and in fp32. The fp32 runs measure the rounding. Padding, and all but some evenly
-    spaced positions of long sequences, are left out.
+    Both models run twice, in fp64 and in fp32. The fp32 runs measure the rounding. Padding is left out. Of long
+    sequences only some evenly spaced positions are compared.
+
+    Args:
+        both: the two models.
+        batches: the inputs.
+        path: the attention implementation of both models, "sdpa" or "eager".
     """
     architecture, spec = both.source.architecture, both.source.spec
     assert architecture is not None

@@ -25,7 +25,8 @@ def card(
 ) -> dict[str, Any]:
     """Return the verification card as plain JSON values. This hashes the weight files of both models.
 
-    Raises the errors of `open_checkpoint`.
+    `result` comes from `verify`, and the other arguments are those that `verify` was called with. Raises the errors of
+    `open_checkpoint`.
     """
     options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
     references = {"model": result.model} | ({} if result.other is None else {"other": result.other})

@@ -240,8 +240,9 @@ class Diff(Shown):
 
     @property
     def rounded(self) -> tuple[str, Literal["a", "b"]] | None:
-        """Return (dtype, side) if all values of that side are those of the other side rounded to
-        the dtype, else None.
+        """Return ("BF16", "b") if B's values are those of A rounded to bf16; ("BF16", "a") for the reverse.
+
+        Other dtypes are returned in the same way. Return None if the models differ in another way.
         """
         kinds = {tensor.figures.rounded for tensor in self.changed if tensor.figures is not None}
         return kinds.pop() if len(kinds) == 1 and self.counts["changed"] == 0 else None
@@ -297,7 +298,10 @@ class Diff(Shown):
 
 
 def _groups(tensors: Iterable[TensorDiff], key: Callable[[TensorDiff], tuple[str, int | None]]) -> list[ChangeGroup]:
-    """Group tensors by a key (name, layer), in the order of their first appearance."""
+    """Group tensors by their `key`, in the order of first appearance.
+
+    A key is (name of the group, layer). The layer is None for a group of tensors that do not belong to one layer.
+    """
     groups: dict[tuple[str, int | None], list[TensorDiff]] = {}
     for tensor in tensors:
         groups.setdefault(key(tensor), []).append(tensor)

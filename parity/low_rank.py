@@ -87,9 +87,10 @@ class Floor:
 
 
 class _Products:
-    """One pass over the rows of a change. Rows are collected in a buffer, which is multiplied at once when it is full.
+    """One pass over the rows of a change, which adds up a product of matrices, such as ΔᵀΔ, in `total`.
 
-    The product is added to `total`. Rows of zeros do not change it and may be left out.
+    Rows are collected in a buffer. Whenever it is full, its product is computed and added. Rows of zeros do not change
+    the sum and may be left out.
     """
 
     total: Array
@@ -108,7 +109,7 @@ class _Products:
                 self.finish()
 
     def finish(self) -> None:
-        """Multiply the rows that are still in the buffer."""
+        """Add the product of the rows that are still in the buffer."""
         if self._filled:
             self._multiply(self._buffer[: self._filled])
         self._filled = 0
@@ -188,9 +189,9 @@ def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]
         spectrum: the largest singular values of the change, in descending order.
         energy: the squared Frobenius norm of the change.
         floor: the effect of rounding.
-        grids: for A and for B, the narrowest dtype that can represent its values. If the two differ, either the matrix
-            with the coarser dtype was rounded to it, or both had this dtype before one of them was changed. The part of
-            `energy` outside of the counted singular values decides between the two.
+        grids: the narrowest dtype that can represent the values of A, and that of B. If they differ, there are two
+            explanations: one matrix was rounded to the coarser dtype, or both had this dtype before one of them was
+            changed. The second one is assumed if the uncounted singular values are too small for such a rounding.
     """
     of = min(len(floor.rows), len(floor.columns))
     limit = min(LIMIT, of)

@@ -100,8 +100,8 @@ def _changed(spec: ModelSpec, weights: Weights, mutant: Mutant) -> bool:
 def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> Apply:
     """Return a mistake that exchanges the weights and biases of two modules, for several pairs of modules.
 
-    `pairs` returns the modules' names. Pairs that the model does not have are skipped. If the sizes differ (grouped
-    heads), only the rows that both have are exchanged.
+    `pairs` returns the names of the modules of a component tree, two at a time. Pairs that the model does not have are
+    skipped. If the sizes differ (grouped heads), only the rows that both have are exchanged.
     """
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
@@ -257,9 +257,9 @@ _Fields = dict[type[Component], tuple[str, Any]]  # by component class, a field 
 
 
 def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:
-    """Return mistakes of config fields by name: the field and its wrong value, by component class.
+    """Return mistakes by name. A mistake gives fields of components a wrong value: class -> (field, value).
 
-    A mistake sets one field to its default value, as if it were forgotten, or removes a bias. With `usual`, the wrong
+    A wrong value is the field's default, as if the field were forgotten; a bias is removed. With `usual`, the wrong
     values are those that are common in other models, as the components declare them.
     """
     mistaken: dict[str, _Fields] = {}
@@ -292,12 +292,12 @@ def _declared(spec: ModelSpec) -> list[Mutation]:
 
 
 def _forgotten(words: str) -> Apply:
-    """Return a mistake that resets a field to its default value. `words` is its name in `_mistaken_fields`."""
+    """Return a mistake that resets a field to its default. `words` names the mistake: "window ignored"."""
     return lambda spec, weights: _valued(_mistaken_fields()[words])(spec, weights)
 
 
 def _valued(fields: _Fields) -> Apply:
-    """Return a mistake that sets fields of components to other values.
+    """Return a mistake that sets fields of components to wrong values: class -> (field, value).
 
     The mistake returns None if the model cannot have these values, or would need additional weights or other shapes.
     """
@@ -421,16 +421,23 @@ def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
 
 
 def _once(make: Callable[[str], Apply], name: str, repair: str) -> Mutation:
-    """Return a mutation that is its own inverse. `make` gets the name and returns the function that
-    makes the mistake.
+    """Return a mutation that is its own inverse.
+
+    Args:
+        make: returns the function that makes the mistake, given its name.
+        name: the name of the mistake.
+        repair: the words for its repair in messages.
     """
     return Mutation(name, repair, make(name))
 
 
 def _both_ways(name: str, repair: str, inverse: str = "") -> Mutation:
-    """Return a mutation that sets a declared wrong value (`Component.slips`).
+    """Return a mutation that sets a wrong value that components declare as `name` (`Component.slips`).
 
-    Its inverse is the declared wrong value with the name `inverse`, or by default with the words "the other way round".
+    Args:
+        name: the name of the mistake.
+        repair: the words for its repair in messages.
+        inverse: the name of the opposite mistake; by default `name` with ", the other way round" at the end.
     """
     return Mutation(name, repair, _slipped(name), _slipped(inverse or name + _BACK))
 

@@ -80,7 +80,8 @@ def run_together(
     Args:
         call: a forward pass, which may pause by calling `ask`.
         batches: the inputs.
-        serve: answers all passes that wait at the same place. Not needed if `call` never pauses.
+        serve: called with the number of a place, and the list of values that the passes waiting there sent. It yields
+            an answer for each of them, in this order. Not needed if `call` never pauses.
     """
     passes = [_Pass(call, batch) for batch in batches]
     try:

@@ -440,9 +440,11 @@ def _seen(model: Any, watched: Sequence[Tap], ours: bool, batch: ProbeBatch) -> 
 def _near(wanted: Tensor, outputs: Mapping[str, Tensor]) -> list[tuple[float, str, slice]]:
     """Compare a component's output `wanted` (N, F) with the outputs (N, F') of the submodules of a user's port.
 
+    An output may have more features than `wanted`, because a port may fuse q, k and v. Outputs with fewer are ignored.
+
     Returns:
-        For each output with F' ≥ F: the relative difference, the name of the output, and the F consecutive features
-        that are nearest to `wanted`. There may be more features, because a port may fuse q, k and v.
+        For each output: the relative difference, its name, and the F consecutive features that were compared. They are
+        those that are nearest to `wanted` at the first token.
     """
     distances, width = [], wanted.shape[1]
     for name, value in outputs.items():

@@ -135,10 +135,14 @@ _Seen = dict[int, Tensor]  # hidden states (B, T, hidden) by the identity of the
 def _run_unit(
     tree: Repaired, unit: _Unit, inputs: _Seen, batches: Sequence[ProbeBatch], path: Kernel
 ) -> Iterator[Tensor]:
-    """Run one part of the model (a layer, "front" or "back") and yield its output for each batch, (N, features) in
-    fp64.
+    """Run one part of a model and yield its output for each batch, (N, features) in fp64.
 
-    `inputs` has the input of the part for each batch. The part computes in the dtype of its inputs.
+    Args:
+        tree: the model.
+        unit: the part: the index of a layer, "front" or "back".
+        inputs: the input of the part for each batch. The part computes in the dtype of these inputs.
+        batches: the batches.
+        path: the attention implementation, "sdpa" or "eager".
     """
     dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
     module: Callable[..., Tensor]
@@ -204,7 +208,7 @@ def diagnose(
     Args:
         both: the two models.
         batches: the inputs.
-        path: the attention path.
+        path: the attention implementation of both models, "sdpa" or "eager".
         allowed: the difference of logits that rounding explains. With None no cause is searched for.
         notes: notes for the user, to which this function adds.
         gaps: the difference of the logits at each position, (N,) per batch. Large models are only compared at the
@@ -275,10 +279,11 @@ def _find_causes(
     Args:
         both: the two models.
         batches: the inputs.
-        path: the attention path.
+        path: the attention implementation of both models, "sdpa" or "eager".
         allowed: the difference of logits that rounding explains.
         places: the differences at all compared components.
-        few: try only a few repairs in the whole model.
+        few: run the whole model with at most `_TRIED` repairs, because it is large. All repairs are first tried in the
+            layer, or the part before or after the layers, that has the first difference.
     """
     first = next((place for place in places if place.parts), None)
     if first is None:

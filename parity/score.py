@@ -142,9 +142,16 @@ def _plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[ProbeBatch]
 def _by_random(
     spec: ModelSpec, weights: Weights, batches: Sequence[ProbeBatch], names: Sequence[str], clear: float = 1.0
 ) -> list[str]:
-    """Return those of the mistakes `names` that these batches show if the model has random weights.
+    """Give the model random weights, and return the names of the mistakes that these batches then detect.
 
-    Several sizes of the embedding's values are tried. The logits must change by more than `clear` times the rounding.
+    Several sizes of the embedding's values are tried.
+
+    Args:
+        spec: the model's component tree.
+        weights: its weights. The random ones have the same names and shapes.
+        batches: the test inputs.
+        names: the names of the mistakes to make.
+        clear: a mistake is detected if it changes the logits by more than this number times the rounding.
     """
     generator, seen = torch.Generator().manual_seed(0), list[str]()
     random = {name: random_parameter(name, tensor, generator) for name, tensor in weights.items()}

@@ -119,9 +119,9 @@ def auto_class(config: Mapping[str, Any]) -> Any:
 
 
 def leave_out(model: Any, parts: Iterable[str]) -> list[str]:
-    """Set parts of transformers' model to None that the files do not have, such as a pooler.
+    """Remove the submodules `parts`, such as "pooler", from transformers' model, because the files do not have them.
 
-    Return an empty list, because no tensor is missing after that.
+    Return an empty list: the names of the tensors that are still missing.
     """
     for part in parts:
         setattr(model, part, None)
@@ -287,7 +287,7 @@ class StreamedModel:
         read: returns the values of a parameter by name; None if the model is complete.
         dtype: the dtype of the parameters.
         release: releases the memory that `read` used.
-        lent: for layers that also use the parameters of another module, the name of that module.
+        lent: a layer that also uses the parameters of another module -> the name of that module.
     """
 
     def __init__(
@@ -368,8 +368,8 @@ def _owners(module: nn.Module, path: str) -> list[_Owner]:
 def units_of(model: nn.Module, lent: Mapping[nn.Module, str] | None = None) -> list[tuple[nn.Module, list[_Owner]]]:
     """Return the modules whose weights are read and dropped together, each with its parameters.
 
-    These are the layers, and all modules outside of layers that have parameters themselves. `lent` is the argument of
-    `StreamedModel`.
+    These are the layers, and all modules outside of layers that have parameters themselves. If a layer also uses the
+    parameters of another module, `lent` has the name of that module: layer -> name.
     """
     units: list[tuple[nn.Module, list[_Owner]]] = []
 
@@ -519,8 +519,9 @@ class Sides:
         Args:
             batches: the inputs.
             dtype: the dtype to compute in.
-            path: the attention implementation.
-            watch: returns a context with hooks on the model, which is active while it runs.
+            path: the attention implementation, "sdpa" or "eager".
+            watch: called with the torch model. Returns a context, such as one with hooks on the model, and the model
+                runs inside it.
         """
         if self.folder is None:
             stream = stream_reference(self.source, dtype, path)
@@ -542,8 +543,9 @@ class Sides:
         Args:
             batches: the inputs.
             dtype: the dtype to compute in.
-            path: the attention implementation.
-            watch: returns a context with hooks on the model, which is active while it runs.
+            path: the attention implementation, "sdpa" or "eager".
+            watch: called with the torch model. Returns a context, such as one with hooks on the model, and the model
+                runs inside it.
             tree: a model to run instead of the target, such as a repaired one.
         """
         if self.folder is None:

@@ -234,19 +234,22 @@ def _too_many(unread: np.ndarray, name: str) -> str:
 
 
 def _alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: np.ndarray) -> np.ndarray:
-    """Return which rows of a table give the same logits in both models if their layers are left out, as booleans (N,).
+    """Compare two models without their layers: only embedding, last norm and head. Check some rows of a table.
 
-    A swap may change the basis of the residual stream, and so the table, the last norm and the head. In these logits
-    the change of basis cancels, so that only rows with another change differ. Each row is added to the row of token 0,
-    because a norm would hide the size of a single row. The logits are computed in fp64. The allowed difference is a
-    multiple of the reference's rounding to fp32 for this row, or of the median over all rows if that is larger.
+    A swap may change the basis of the residual stream, and with it the table, the last norm and the head. Such a change
+    cancels in these logits, but every other change of a row is visible.
 
     Args:
         source: the reference.
         target: the candidate.
-        name: the table, the embedding or the position table.
-        rows: the indices of the rows, (N,).
+        name: the name of the table: the embedding or the position table.
+        rows: the indices of the rows to check, (N,).
+
+    Returns:
+        For each row, whether both models give the same logits, as booleans (N,).
     """
+    # A norm would hide the size of a single row, so every row is added to the row of token 0. The logits are computed
+    # in fp64. The allowed difference is a multiple of the reference's rounding to fp32.
     if not len(rows):
         return np.zeros(0, bool)
     outputs = source.spec.hidden_size if source.spec.head is None else source.spec.vocab_size

@@ -23,7 +23,7 @@ def bars(models: _Named, *, title: str, what: str, summary: str = "", shares: bo
     """Draw a horizontal bar per model, stacked from its parts, such as components.
 
     Args:
-        models: the names of the models, with the numbers of their parts by name.
+        models: (name of the model, number by name of the part) pairs.
         title: the title of the chart.
         what: the unit of the numbers, such as "parameters".
         summary: a sentence about the chart; by default one about the totals.

@@ -59,7 +59,10 @@ def _conditions(comparison: Comparison) -> str:
 def comparison_table(
     terminal: Terminal, comparison: Comparison, rows: Sequence[AspectRow] | None = None
 ) -> RenderResult:
-    """Yield a table with a column per model if they fit, or else a list of aspects."""
+    """Yield a table with a column per model if the columns fit, or else a list.
+
+    It has the given rows of components (by default those of `Comparison.shown`), and then rows of costs.
+    """
     rows = comparison.shown() if rows is None else rows
     names, shown = [model.name for model in comparison.models], _lines(comparison, rows)
     table = _side_by_side(terminal, names, shown)
@@ -153,7 +156,10 @@ def _longest_word(cells: Iterable[str]) -> int:
 
 
 def comparison_markdown(comparison: Comparison, rows: Sequence[AspectRow]) -> str:
-    """Return the table in Markdown, with bold labels of rows that differ."""
+    """Return a table in Markdown: the given rows of components, and then costs.
+
+    The label of a component's row is bold if the models differ in it.
+    """
     names = [model.name for model in comparison.models]
     written = [["", *map(_cell, names)], ["---"] * (len(names) + 1)]
     for line in _lines(comparison, rows):
@@ -170,7 +176,10 @@ def _cell(words: str) -> str:
 
 
 def comparison_csv(comparison: Comparison, rows: Sequence[AspectRow]) -> str:
-    """Return the table as CSV: aspects in words, costs as integers, and a column that says whether a row differs."""
+    """Return a table as CSV: the given rows of components in words, and then costs as integers.
+
+    A column says whether the models differ in a row.
+    """
     written = io.StringIO()
     writer = csv.writer(written, lineterminator="\n")
     writer.writerow(["aspect", "differs", *(model.name for model in comparison.models)])
@@ -188,7 +197,10 @@ def comparison_csv(comparison: Comparison, rows: Sequence[AspectRow]) -> str:
 
 
 def comparison_page(comparison: Comparison, rows: Sequence[AspectRow]) -> Page:
-    """Return the HTML page of a comparison: aspects, bars of costs, a chart of the cache, and diagrams of layers."""
+    """Return the HTML page of a comparison.
+
+    It has a table with the given rows of components, bars of costs, a chart of the cache, and diagrams of layers.
+    """
     models = comparison.models
     totals = [model.costs.parameters for model in models]
     size = (

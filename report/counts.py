@@ -38,10 +38,16 @@ def parameter_table(
 ) -> RenderResult:
     """Yield the tables of parameters.
 
-    The table of one model has a row per component. The table of several models has a column per model, or if these do
-    not fit a row per model. With `by` "layer" or "tensor", a table of layers or tensors follows, in which equal
-    consecutive layers share a row. `dtype` adds the bytes of the weights in this dtype. `compared` adds the difference
-    between two models.
+    The table of one model has a row per component. The table of several models has a column per model. If the columns
+    do not fit the terminal, it has a row per model instead.
+
+    Args:
+        terminal: the terminal.
+        models: the models with their numbers of parameters.
+        by: "layer" or "tensor" adds a table per model, in which equal consecutive layers, or their tensors, share a
+            row.
+        dtype: add the bytes of the weights in this dtype.
+        compared: add the difference between two models.
     """
     if len(models) == 1:
         yield from _by_names(terminal, models[0], dtype) if models[0].named else _one(terminal, models[0], dtype)

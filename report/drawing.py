@@ -61,7 +61,7 @@ def metrics(ascii_only: bool) -> Metrics:
 def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
     """Return the lines of text of a node, the title first, broken at `room` characters.
 
-    `room` is 0 for a node on the residual stream, which has a fixed width.
+    With `room` 0, for a node on the residual stream, they are broken at `_TRUNK_ROOM` characters.
     """
     if node.op == "add":
         return ["+" if ascii_only else "⊕"]

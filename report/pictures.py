@@ -243,7 +243,7 @@ def _legend(style: list[str], words: str, values: dict[str, str]) -> dict[str, A
     """Return a plotly trace without points, which only adds an entry to the legend.
 
     Args:
-        style: the parts of `Key.style`.
+        style: the words of `Key.style`, such as ["c3"] for a colour or ["line", "c3", "dash"] for a line.
         words: the text of the entry.
         values: the colours by name.
     """

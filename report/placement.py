@@ -369,9 +369,9 @@ class _Arrangement:
     def _port(self, name: str) -> int:
         """Return the x at which lines enter and leave the box of an operation.
 
-        On the residual stream, it is the x of its line. Otherwise, it is the middle of the columns that the box spans.
-        If their number is odd, the middle of the middle column is preferred, because a line to that column is then
-        straight. It is used if all boxes that span the same columns fit around it.
+        For an operation on the residual stream, this is the x of the stream's line. For another one, it is the middle
+        of the columns that the box spans together. With an odd number of columns, it is the middle of the middle one,
+        so that a line to this column is straight, unless a box with the same columns would then not fit.
         """
         graph = self.graph
         if name in graph.trunk:

@@ -63,7 +63,8 @@ def rounded_flops(flops: float) -> str:
 def abbreviated(number: int, units: Sequence[str] = "KMBT", one: str = "") -> str:
     """Return a number of parameters in three digits: 982, 12.3M, 1.24B, 405B.
 
-    `units` are the letters for thousands, millions and so on ("kMGT" for other numbers than parameters).
+    `units` are the letters for thousands, millions and so on ("kMGT" for other numbers than parameters). `one` is the
+    unit of a number below 1,000, such as " B".
     """
     for power, unit in zip((12, 9, 6, 3), reversed(units), strict=True):
         if number >= 10**power:

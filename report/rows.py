@@ -61,8 +61,14 @@ def _parts(
 ) -> Iterator[tuple[CsvRow, int, int]]:
     """Yield the rows of one model, one per component, layer or tensor.
 
-    A row is a dictionary of cells that names the part, its number of parameters, and its size in bytes. Without a dtype
-    the size has no meaning.
+    Args:
+        model: the model.
+        by: "component", "layer" or "tensor".
+        dtype: the dtype for the sizes. Without it the sizes in the result have no meaning.
+        weights: the bytes of the weights in this dtype by component and layer; None without a dtype.
+
+    Returns:
+        For each row: the cells that name the component, layer or tensor; its number of parameters; its size in bytes.
     """
     count = model.count if model.named is None else model.named.count
     sizes = weights or count

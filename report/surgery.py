@@ -89,7 +89,7 @@ def _refusals(entries: Sequence[Listed]) -> Table:
 def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> RenderableType:
     """Return the report on all swaps that gptkit knows, with their guarantees, requirements and sources.
 
-    `groups` has the heading for every option.
+    `groups` has the heading under which a swap is listed, by the name of the swap's command-line option.
     """
     parts: list[RenderableType] = []
     for heading in dict.fromkeys(groups.values()):

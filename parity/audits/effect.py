@@ -41,10 +41,16 @@ class Reweighed:
 
 
 def effect(source: Tree, tree: Tree) -> str:
-    """Return, in words, how much the logits of `tree` differ from those of `source`, on random tokens.
+    """Return, in words, how much the logits of two models differ on random tokens.
 
-    If the vocabularies differ in size, only the tokens of both are compared. Raises GptkitError if the logits cannot be
-    computed.
+    If the vocabularies differ in size, only the tokens of both are compared.
+
+    Args:
+        source: the original model, with its weights.
+        tree: the changed model, with its weights.
+
+    Raises:
+        GptkitError: the logits are NaN or infinite.
     """
     common = min(source.spec.vocab_size, tree.spec.vocab_size)
     same = source.spec.vocab_size == tree.spec.vocab_size
@@ -59,7 +65,10 @@ def effect(source: Tree, tree: Tree) -> str:
 
 
 def _affordable(batches: Sequence[ProbeBatch], spec: ModelSpec) -> list[ProbeBatch]:
-    """Return the batch of random tokens, and as many longer batches as a model of this size can run in a short time."""
+    """Choose from the test inputs (the probe): the batch of random tokens, and then longer ones.
+
+    Longer batches are included as long as a model of this size needs less than `_WORK` multiplications for all of them.
+    """
     size = sum(parameter.count for parameter in spec.parameters())
     chosen = [batch for begin in _ORDER for batch in batches if batch.name.startswith(begin)]
     budget, affordable = _WORK, chosen[:1]

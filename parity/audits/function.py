@@ -77,7 +77,14 @@ def _changed_fields(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None
 def _flat_changes(
     old: Mapping[str, Any], new: Mapping[str, Any], place: str = "", depth: int = 4
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the dotted path of each field that differs, also in nested objects, with its old and new value."""
+    """Yield the dotted path of each field that differs, also in nested objects, with its old and new value.
+
+    Args:
+        old: the old object of the JSON file.
+        new: the new object at the same place.
+        place: the path of these objects in the file, with a dot at the end; "" for the whole file.
+        depth: compare objects field by field down to this level, and deeper ones as a whole.
+    """
     for key in dict.fromkeys((*old, *new)):
         x, y = old.get(key, _ABSENT), new.get(key, _ABSENT)
         if isinstance(x, dict) and isinstance(y, dict) and depth and key:
@@ -114,7 +121,10 @@ def _parts(config: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _words(a: ModelSpec, b: ModelSpec) -> dict[str, str]:
-    """Describe the differences of two models in words, by the name of what differs ("attention", "norm", …)."""
+    """Return the differences of two models as text. The keys are the aspects that differ ("attention", "norm", …).
+
+    The result is empty if the models differ only in rounding. If no aspect shows a difference, its key is "tree".
+    """
     if without_rounding(a) == without_rounding(b):
         return {}
     changed: dict[str, str] = {}

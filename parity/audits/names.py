@@ -84,5 +84,5 @@ def counted(names: Collection[str]) -> str:
 
 
 def folded(lines: Iterable[str]) -> list[str]:
-    """Replace layer numbers in the lines by a star ("layers.*.norm"), and drop the lines that then occur twice."""
+    """Replace layer numbers in the lines by a star ("layers.*.norm"), and return each resulting line once."""
     return list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", line) for line in lines))

@@ -227,7 +227,9 @@ def _vllm_knows(config: Mapping[str, Any], name: str, answer: Mapping[str, Any])
     Args:
         config: the checkpoint's config.json.
         name: the class name in the config's field `architectures`.
-        answer: what the process that read vLLM's source found out.
+        answer: the answer of the process that read vLLM's source. "module" is vLLM's module with this class, or
+            "transformers" if vLLM runs transformers' class, or None. "last" is the last version of vLLM that had a
+            removed class. "quantisations" are the names of the supported methods.
     """
     quantisation = config.get("quantization_config")
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None

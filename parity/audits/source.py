@@ -146,8 +146,9 @@ def _across(subject: Subject, source: FileScan) -> Iterator[Finding]:
 
 
 def _equal(sides: Sequence[Checkpoint], name: str) -> bool:
-    """Return whether a tensor has the same bytes in two checkpoints. Different dtypes are not compared: the result is
-    True.
+    """Return whether the tensor `name` has the same bytes in two checkpoints (`sides`).
+
+    If it has different dtypes in them, the bytes are not compared, and the result is True.
     """
     (x, dtype), (y, other_dtype) = (side.tensor(name) for side in sides)
     equal = dtype != other_dtype or np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes()

@@ -108,11 +108,11 @@ class Subject:
 
     @cached_property
     def described(self) -> tuple[ModelSpec, Origin, bool] | GptkitError | None:
-        """Return what the checkpoint's config describes: the component tree, its origin, and whether tensors have HF
-        names.
+        """Return what the checkpoint's config describes: the component tree, its origin, and a bool.
 
-        The last value is true if the tensors have the names that the model family uses on the hub. Return an error if
-        the config cannot be read, and None if gptkit does not know the model family.
+        The origin names the model from which the checkpoint was made. The bool is true if the tensors have the names
+        that the model family uses on the hub. Return an error if the config cannot be read, and None if gptkit does not
+        know the model family.
         """
         files = self.files
         try:

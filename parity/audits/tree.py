@@ -57,7 +57,10 @@ def check_tree(subject: Subject) -> Iterator[Finding]:
 
 
 def _other_names(subject: Subject, pairs: Match) -> dict[str, str]:
-    """Return tensors that are probably stored under a wrong name: name in the files -> expected name."""
+    """Return tensors that are probably stored under a wrong name: name in the files -> expected name.
+
+    `pairs` says which tensors in the files fit the model's parameters, and which do not.
+    """
     ours = {name: subject.files.tensors[name].shape for name in pairs.extra}
     shapes = {name: pairs.declared[name].shape for name in pairs.missing}
     # Layouts were tried when the names were bound, so unmatched tensors may have another name.
@@ -65,7 +68,13 @@ def _other_names(subject: Subject, pairs: Match) -> dict[str, str]:
 
 
 def _other_class(subject: Subject, pairs: Match, renamed: Mapping[str, str]) -> Iterator[Finding]:
-    """Report if the class named in config.json has no language model head, or another kind of head."""
+    """Report if the class named in config.json has no language model head, or another kind of head.
+
+    Args:
+        subject: the audited checkpoint.
+        pairs: which tensors fit the model's parameters, and which do not.
+        renamed: tensors that are stored under a wrong name. They are not taken for tensors of a head.
+    """
     family = subject.family
     name = None if family is None else family.other_class(subject.files.config)
     if family is None or name is None:
@@ -91,7 +100,7 @@ def _missing(
 
     Args:
         subject: the audited checkpoint.
-        pairs: which tensors fit the model's parameters.
+        pairs: which tensors fit the model's parameters, and which do not.
         spec: the component tree.
         missing: the names of the missing tensors.
         numbers: the layer number of each stored tensor.
