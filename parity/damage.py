@@ -147,7 +147,8 @@ def damage(
         before: the original.
         after: the changed model.
         text: token ids of the original's vocabulary; None for the test inputs of `verify` (the probe).
-        tokens: the ids of the same tokens before and after a change of the vocabulary.
+        tokens: the tokens that both vocabularies have: their ids in the original's, and in the same order their ids in
+            the changed model's. By default all tokens, if both sizes are equal.
         most: the largest number of tokens per sequence.
         layers: pairs of corresponding layers; by default those with equal numbers, if both models have as many.
         progress: called with the name of each step.

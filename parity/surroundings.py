@@ -172,7 +172,7 @@ def what_differs(name: str, x: bytes, y: bytes) -> tuple[str, ...] | None:
 def _keys(data_a: dict[str, Any], data_b: dict[str, Any]) -> tuple[str, ...]:
     """Return the keys that differ between two JSON objects, each with both values in short form.
 
-    Keys that transformers 4 and 5 spell differently are reported as another spelling if they mean the same.
+    Some fields have other names in transformers 5 than in transformers 4. If only the name differs, the text says so.
     """
 
     def short(data: dict[str, Any], key: str) -> str:
