@@ -174,8 +174,9 @@ class MixingActivations(msgspec.Struct, frozen=True):
         """Return the way in which scores are computed: "fused", "unfused" or "eager".
 
         "fused" is a kernel of torch that stores no scores. "unfused" is torch's fallback, which stores them in fp32 or
-        wider. "eager" is gptkit's own code. With `kernel` "sdpa", it is also used for soft-capped scores, attention
-        sinks, an ALiBi bias that is added to the scaled scores, and families without fused attention in transformers.
+        wider. "eager" is gptkit's own code. If `kernel` is "sdpa", the result is nevertheless "eager" for soft-capped
+        scores, attention sinks, an ALiBi bias that is added to the scaled scores, and families without fused attention
+        in transformers.
         """
         outside = self.alibi is not None and not self.alibi.alibi.fused
         if kernel == "eager" or self.cap is not None or self.softmax.weights or outside or self.scores.written:
@@ -210,8 +211,10 @@ class MixingActivations(msgspec.Struct, frozen=True):
     def key_heads(self, heads: int, run: Pass) -> int:
         """Return the number of key or value heads that autograd saves.
 
+        This is the number of query heads if keys and values are copied for every query head, and otherwise `heads`.
+
         Args:
-            heads: the number of key-value heads. It is returned unless keys and values are copied for every query head.
+            heads: the number of key-value heads.
             run: the forward pass.
         """
         fused = self.way(run.kernel) == "fused"
@@ -303,10 +306,10 @@ class SavedForBackward:
         return self._numbers(operation) * (self.run.wide if operation.kept_wide else self.run.size)
 
     def _input(self, operation: ops.AnyOperation, index: int = 0) -> _View:
-        """Return the input of an operation that has the position `index` among its inputs.
+        """Return the operation's input number `index`, counted from 0.
 
-        If the input comes from outside of the program, it is assumed to have the size of the operation's result. The
-        input of a linear has the size that follows from the linear's input width.
+        If no operation of the program computes this input, its size is assumed. A linear's input has the linear's input
+        width. Other inputs are as large as the operation's result.
         """
         name = operation.inputs[index]
         if name not in self.views:
@@ -522,7 +525,10 @@ class SavedForBackward:
         return None
 
     def _cache(self, operation: ops.CacheOperation, result: _View) -> _View:
-        """Return keys or values in the layout (B, H, T, d), which gptkit's modules use with and without a KV cache."""
+        """Return the keys or values after a KV cache operation, in the memory layout (B, H, T, d).
+
+        gptkit's modules use this layout with and without a KV cache.
+        """
         before, repeats = self._input(operation), operation.repeats
         if operation.as_given:
             return before

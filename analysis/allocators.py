@@ -67,7 +67,7 @@ def in_vllm(layers: Layers, context: int, itemsize: int, batch: int = 1) -> int 
     block size.
 
     Args:
-        layers: the number of layers for every kind of cache.
+        layers: the caches of the model's layers -> the number of layers with this cache, as `layers_of` returns them.
         context: tokens per sequence.
         itemsize: the size in bytes of one cached number.
         batch: the number of sequences.

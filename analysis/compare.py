@@ -167,7 +167,10 @@ def compare(
 
 
 def comparison(models: Sequence[ModelCount], asked: Scenario) -> Comparison:
-    """Compare models whose parameters are counted already, in the dtype and at the context of `asked`."""
+    """Compare models whose parameters are counted already.
+
+    `asked` has the dtype and the context of the comparison. Its other fields are ignored.
+    """
     length = common_context([model.spec for model in models]) if asked.context is None else asked.context
     dtype = asked.dtype or "bfloat16"
     compared = []

@@ -45,7 +45,8 @@ def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shap
     Args:
         config: the content of config.json.
         shapes: the names and shapes of the model's tensors, if known. They are used to check that all key and value
-            projections have the width that the config states. In some model classes, layers differ without a field.
+            projections have the width that the config states. In some model classes, this width differs between layers
+            although no config field says so.
 
     Raises:
         UnknownFamily: gptkit does not understand a field, or a projection has another width.

@@ -191,7 +191,10 @@ def _feed_forward(design: Design, shape: Shape) -> parts.FeedForward | parts.Gat
 
 
 def aspect_ratio(budget: int) -> float:
-    """Return the hidden size divided by the number of layers, by the module's rule for `budget` parameters."""
+    """Return the usual hidden size divided by the number of layers, for a model of `budget` parameters.
+
+    It is 64 up to 125M parameters, 128 from 6.7B on, and interpolated logarithmically in between.
+    """
     small, large = 125e6, 6.7e9
     along = math.log(budget / small) / math.log(large / small)
     return float(64 * 2 ** min(max(along, 0.0), 1.0))
@@ -200,8 +203,8 @@ def aspect_ratio(budget: int) -> float:
 def usual_vocabulary(budget: int) -> int:
     """Return the default vocabulary size for a model of `budget` parameters: 32,000 as in LLaMA from 10M parameters on.
 
-    Smaller models have a power of two that leaves most parameters to the layers. The least is 320, a multiple of 64
-    with room for 256 bytes and an end-of-text token.
+    For smaller models, it is the largest power of two up to `budget` / 1024, so that most parameters are in the layers.
+    It is at least 320, a multiple of 64 with room for 256 bytes and an end-of-text token.
     """
     return 32_000 if budget >= SMALL else max(2 ** int(math.log2(budget / 1_024)), 320)
 

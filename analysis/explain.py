@@ -187,7 +187,10 @@ def _shapes(
 
 
 def _letters(parts: Iterable[Mapping[str, _Sum]]) -> dict[_Letter, str]:
-    """Return the text of every letter in the formula. A letter with several values gets numbered texts: f1, f2."""
+    """Return how every letter is written in the formula. A letter with several values is numbered: f1, f2.
+
+    `parts` are the products by component: before the layers, in every kind of layer, and after the layers.
+    """
     used = dict.fromkeys(letter for part in parts for sums in part.values() for product in sums for letter in product)
     sizes: dict[str, list[_Letter]] = {}
     for letter in used:

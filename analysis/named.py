@@ -81,9 +81,11 @@ def by_names(shapes: Iterable[tuple[str, Shape]]) -> tuple[Parameter, ...]:
     """Return tensors, with the component and the layer that follow from their names.
 
     Tensors whose names start with the same prefix and number, such as `decoder.layers.3`, form a layer. If a model has
-    several stacks of layers (encoder and decoder), the layers of the second are numbered after those of the first. The
-    component is the first part of the rest of the name that is no number and has no number after it: `mlp` for
-    `mlp.experts.7.up_proj.weight`. Outside of layers, it is the first part after the common prefix of all stacks.
+    several stacks of layers (encoder and decoder), the layers of the second are numbered after those of the first.
+
+    The component of a tensor in a layer is a word of the rest of its name: `mlp` for `mlp.experts.7.up_proj.weight`. It
+    is the first word that is no number and is not followed by a number. Outside of layers, the component is the first
+    such word after the common prefix of all stacks.
     """
     listed = list(shapes)
     places = [LAYER.fullmatch(name) for name, _ in listed]

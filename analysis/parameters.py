@@ -124,7 +124,7 @@ def count(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> Pa
 def buffers(spec: ModelSpec, architecture: "Architecture | None") -> int:
     """Return the number of a model's parameters that transformers stores as buffers and does not count.
 
-    An example are the router biases of DeepSeek-V3. The result is 0 if `architecture` is None, because the definition
+    The router biases of DeepSeek-V3 are an example. The result is 0 if `architecture` is None, because the definition
     of a model family says which tensors are buffers.
     """
     names = {name for leaf in (architecture.leaves if architecture else ()) if leaf.buffer for name in leaf.names}

@@ -47,7 +47,7 @@ class StoredTensor(Record):
 
 @dataclass(frozen=True)
 class StoredTensors(Record):
-    """The contents of a checkpoint's weight files: the names of the files, and the tensors in their order."""
+    """The contents of a checkpoint's weight files: the names of the files, and the tensors in all of them."""
 
     JSON = "bytes=nbytes files dtypes tensors"
 
@@ -119,7 +119,7 @@ class ModelCount(Shown):
     def buffers(self) -> int:
         """Return the number of parameters that transformers stores as buffers and does not count as parameters.
 
-        An example are the router biases of DeepSeek-V3. The number is 0 for a model without a family.
+        The router biases of DeepSeek-V3 are an example. The number is 0 for a model of an unknown family.
         """
         return 0 if self.tree is None else buffers(self.tree, ARCHITECTURES.get(self.family))
 
@@ -180,7 +180,8 @@ def params(
         offline: use only local files and the hub's cache.
         stored: also report the tensors in the weight files, from their headers. They must match the config, unless it
             declares them quantised. For a preset, the files are those of its repository. No weights are downloaded.
-        asked: also report the models' costs, all at one context.
+        asked: the figures to report besides the number of parameters, such as FLOPs or the KV cache. They are computed
+            at the same context for all models.
         allow_pickle: read a pickle without a config file (nanoGPT's ckpt.pt), with its weights.
 
     Raises:
@@ -251,7 +252,7 @@ def _named(reference: Reference, error: UnknownFamily, offline: bool, allow_pick
 
 
 def with_figures(counts: Sequence[ModelCount], asked: Scenario) -> list[ModelCount]:
-    """Return models with their costs, all at one context.
+    """Return the models with the figures that `asked` wants, all at one context.
 
     Raises:
         UsageError: the context is longer than the position tables of all models; or the heads or layers of a model
@@ -292,7 +293,7 @@ def _stored(reference: Reference, offline: bool, allow_pickle: bool) -> tuple[Ou
 
 
 def _with_cache(model: ModelCount, asked: Scenario) -> ModelCount:
-    """Return a model of an unknown family with its KV cache, if the user asked for it. Raises UnknownFamily."""
+    """Return a model of an unknown family with the size of its KV cache, if `asked` wants it. Raises UnknownFamily."""
     from .config_cache import cache_of_layers, layers_of_config
 
     if model.named is None or not asked.kv:

@@ -50,9 +50,10 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
 
 
 def _given(program: ops.Program, run: Pass) -> int:
-    """Return the number of elements that a layer gets as additional input.
+    """Return the number of elements in the inputs that a layer gets in addition to the hidden states.
 
-    Such inputs are computed before the first layer runs, and exist until the last one ends.
+    The layer inputs of Gemma 3n are an example. They are computed before the first layer runs, and exist until the last
+    one ends.
     """
     inputs = (operation for operation in program if isinstance(operation, ops.Given) and not operation.again)
     return sum(operation.numbers(B=run.batch, T=run.tokens, S=run.tokens) for operation in inputs)

@@ -366,7 +366,15 @@ def _named(kind: str, value: Any, spec: ModelSpec) -> str:
 
 
 def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, own_costs: Costs) -> tuple[str, ...]:
-    """Return notes on loading and training the model, and on possible problems."""
+    """Return notes on loading and training the model, and on possible problems.
+
+    Args:
+        design: the recommended design.
+        shape: the hidden size and the number of layers of the model.
+        family: the transformers family that can load the model, or None.
+        spec: the model.
+        own_costs: the model's costs.
+    """
     vocab, notes = spec.vocab_size, []
     if family is None:
         notes.append(_only_here(design, _nearest(design, shape, vocab, own_costs.context), spec, own_costs))
@@ -402,7 +410,13 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, ow
 def _only_here(design: Design, near: _Near | None, spec: ModelSpec, own_costs: Costs) -> str:
     """Return the note for a model that no transformers family can load.
 
-    If one replaced component is enough to make it loadable (`near`), the note names this component and the costs.
+    If replacing one component makes it loadable, the note names this component and how the costs change.
+
+    Args:
+        design: the recommended design.
+        near: the design in which one component is replaced, or None if that is not enough.
+        spec: the model of `design`.
+        own_costs: the costs of this model.
     """
     note = (
         "No transformers family has this combination of components. gptkit can store it in its own format, load it and"

@@ -108,9 +108,10 @@ def named(name: str) -> Architecture:
 
 
 def expressed(spec: ModelSpec) -> tuple[str | None, ModelSpec]:
-    """Return the name of the first family that can express a model, and the model with this family's rounding.
+    """Return the name of the first family that can express a model, and the ModelSpec that this family reads back.
 
-    If no family can express it, the name is None and the ModelSpec is unchanged.
+    The latter may round intermediate results in other places than `spec`. If no family can express the model, the
+    result is None and `spec`.
     """
     expression, refused = first_of(ARCHITECTURES.values(), spec, clear=("rounding",), nearest=False)
     if expression is None or expression.tree is None:

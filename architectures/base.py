@@ -29,7 +29,7 @@ from .obstacles import OWN_FORMAT, Kinds, express, of_kind
 
 @dataclass(frozen=True)
 class Leaf:
-    """An entry of a family's table of checkpoint tensors: a tensor's name, and the parameters (shared tensors) in it.
+    """An entry of a family's table of checkpoint tensors: a tensor's name, and gptkit's parameters in this tensor.
 
     The entry is used for models that have these parameters.
     """
@@ -72,10 +72,10 @@ def leaves_of(modules: Mapping[str, str], when: Callable[[Block], bool] | None =
 
 
 def by_name(leaves: Iterable[Leaf], stacked: Sequence[Stacked] = ()) -> tuple[Leaf, ...]:
-    """Return the leaves, sorted by the names that transformers' modules give to their tensors.
+    """Return the leaves, sorted by the names that their tensors have in transformers' modules.
 
-    transformers writes models with `stacked` parameters in this order. The names of experts' tensors are sorted without
-    the expert's index.
+    If a model has `stacked` parameters, transformers writes its tensors in this order. An expert's index in a name does
+    not count for the order.
 
     Args:
         leaves: the entries of a family's tensor table.
@@ -441,10 +441,9 @@ class Architecture:
         return self._completed(self.spec(self._config(spec)), spec)
 
     def _completed(self, tree: ModelSpec, spec: ModelSpec) -> ModelSpec:
-        """Change the ModelSpec `tree` where config.json does not say what the files contain.
+        """Return the ModelSpec `tree` with properties of `spec` that a config.json of this family does not state.
 
-        As the files are those of the model `spec`, the result lacks the optional parts that `spec` lacks, and has a
-        separate head if `spec` has one.
+        The result lacks the `optional` parts that `spec` lacks, and has a separate head if `spec` has one.
 
         Args:
             tree: the ModelSpec that was read from a config.json.
@@ -493,9 +492,9 @@ class Architecture:
 
     @cached_property
     def usual(self) -> ModelSpec:
-        """Return the ModelSpec of a config.json that has only the fields of `stated`.
+        """Return the ModelSpec of a config.json that has only the fields in `Architecture.stated`.
 
-        Other fields have their defaults.
+        All other config fields have their defaults.
         """
         return self.spec({"model_type": self.name, **self.stated})
 
@@ -631,9 +630,10 @@ class Architecture:
         return as_leaves
 
     def carries(self, name: str, layers: int) -> tuple[str, str] | None:
-        """Return the group of a carried tensor, which conversions copy and no layer reads, and the tensor's full name.
+        """Return the group of a carried tensor, such as "vision", and the tensor's full name.
 
-        The result is None if the tensor is not carried.
+        Conversions copy carried tensors, and no layer reads them. The result is None if the tensor is not carried. The
+        keys of `CARRIED` are the groups.
 
         Args:
             name: the tensor's name in a file.
@@ -788,7 +788,7 @@ def _uses(spec: ModelSpec) -> dict[int, list[dict[str, int]]]:
 
 
 def _places(run: Sequence[Leaf], layer: int, uses: Mapping[int, list[dict[str, int]]]) -> list[dict[str, int]]:
-    """Return the values to insert into the name templates of a layer, one mapping for each set of tensors.
+    """Return the values to insert into the name templates of a layer, as mappings from placeholders to numbers.
 
     Usually there is one mapping, with the layer's index. For a shared block, the layer that stores it has one mapping
     for every use of the block, and other layers have none.

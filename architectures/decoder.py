@@ -147,8 +147,9 @@ class DecoderFamily:
 
         Args:
             config: the reader of the config.json.
-            more: the values of roles that are not in config.json, by role. In a keyword, two underscores stand for the
-                dot of a role: `attention__cap`.
+            more: values of the model that are not in config.json, by role. A role is the name of a size ("heads"), or
+                of a field of a component ("attention.cap"). Keywords have two underscores instead of the dot:
+                `attention__cap`.
 
         Raises:
             ConfigError: a field has the wrong type or is out of range.
@@ -386,10 +387,11 @@ class DecoderFamily:
         return {**fields, **self.written(spec)}
 
     def _dense_and_mixture(self, spec: ModelSpec) -> tuple[Any, Any]:
-        """Return the dense feed-forward that the config fields describe, and the first mixture of experts or None.
+        """Return the feed-forward that the dense config fields describe, and the first mixture of experts or None.
 
-        The dense feed-forward is the first one in the layers. If all layers are mixtures, it is an expert. If the width
-        of an expert has a config field of its own, it is the shared expert instead, if there is one.
+        The first value is the first dense feed-forward in the layers. If all layers are mixtures, it is an expert of
+        the first mixture: the shared expert if there is one and the width of the other experts has a config field of
+        its own, and otherwise one of the other experts.
         """
         inners: list[Any] = [block.feed_forward for block in spec.blocks]
         mixture = next((inner for inner in inners if hasattr(inner, "expert")), None)
@@ -443,7 +445,7 @@ class DecoderFamily:
         Args:
             spec: the model.
             head_dim: the width of a head.
-            kind: how the config class states RoPE.
+            kind: the names and defaults of the RoPE fields in the family's config class.
         """
         mixers = (block.mixer("attention") for block in spec.blocks)
         positions = (of_kind(mixer, Attention).position for mixer in mixers if mixer is not None)
@@ -452,7 +454,10 @@ class DecoderFamily:
         return write_rotary(rotary, head_dim, kind)
 
     def draw_sizes(self, chosen: Random) -> Config:
-        """Return random sizes of a model that are legal together, as role -> size."""
+        """Return random sizes of a model that are legal together, as role -> size.
+
+        `chosen` is the random number generator.
+        """
         heads, kv_heads = grouped_heads(chosen)
         free = any(entry.role.split()[0] == "head_dim" for entry in self.fields.values()) and not self.square
         head_dim = chosen.choice(ODD if self.learned else EVEN)

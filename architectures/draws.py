@@ -26,12 +26,15 @@ WINDOWS = (1, 2, 3, 8, 17, 300)
 
 
 def sometimes(chosen: Random, fields: Config) -> Config:
-    """Return a random selection of the fields. Every field is selected with a probability of one half."""
+    """Return a random selection of the config fields. Every field is selected with a probability of one half.
+
+    `chosen` is the random number generator.
+    """
     return {name: value for name, value in fields.items() if chosen.random() < 0.5}
 
 
 def among(*values: Any) -> Callable[[Random, Sizes], Any]:
-    """Return a function for `Field.draw` that returns one of these values at random."""
+    """Return a function for `Field.draw`, which returns one of `values` at random whenever it is called."""
     return lambda chosen, _sizes: chosen.choice(values)
 
 
@@ -88,8 +91,8 @@ def placed(fields: Config) -> Config:
 
 
 def some_of(chosen: Random, options: Sequence[int]) -> list[int]:
-    """Return a random selection of `options` in the same order.
+    """Return a random selection of the numbers in `options`, in the same order.
 
-    Every number is selected with a probability of one half.
+    Every number is selected with a probability of one half. `chosen` is the random number generator.
     """
     return [number for number in options if chosen.random() < 0.5]

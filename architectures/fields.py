@@ -86,9 +86,9 @@ class Field(NamedTuple):
         return name_of(value) if self.role.split()[0] == "activation" and self.write is same else self.write(value)
 
     def drawn(self, name: str, chosen: Random, sizes: Sizes) -> Config:
-        """Return the field with a random legal value, as a config.
+        """Return a config with a random legal value of this field, and with no other fields.
 
-        The config is empty if gptkit knows no other value than the default that is certain to be legal.
+        The config is empty if gptkit does not know whether other values than the default are legal.
 
         Args:
             name: the field's name in config.json.
@@ -118,12 +118,24 @@ _Value = TypeVar("_Value")
 
 
 def size(role: str, default: int, *values: int) -> Field:
-    """Return a field that is a positive integer. In random configs, it has one of `values`."""
+    """Return a field that is a positive integer.
+
+    Args:
+        role: what the value is in a ModelSpec; see `Field.role`.
+        default: the default of the field in the family's config class.
+        values: the values that the field may have in random configs.
+    """
     return Field(role, default, draw=among(*(values or ODD)))
 
 
 def constant(role: str, value: Any, why: str) -> Field:
-    """Return a field for which gptkit accepts only `value`. `why` is the reason, for the error message."""
+    """Return a field for which gptkit accepts only `value`.
+
+    Args:
+        role: what the value is in a ModelSpec; see `Field.role`.
+        value: the value.
+        why: the reason for refusing other values, for the error message.
+    """
 
     def read(config: ConfigReader, name: str, default: Any) -> Any:
         stated = config.raw(name, default)
@@ -152,7 +164,7 @@ def multiple(role: str, default: int, of: int) -> Field:
 
 
 def read_fields(table: Fields, config: ConfigReader) -> dict[str, Any]:
-    """Return the values of all fields in a table, by role.
+    """Return the values that a config has for all fields in a table, by role.
 
     If the roles are attributes of a component, `write_fields` is the inverse: it returns the config fields of the
     component.
@@ -225,9 +237,10 @@ _BY_DEFAULT: tuple[tuple[type, Callable[[ConfigReader, str, Any], Any]], ...] = 
 
 
 def root_of(hidden: str, usual: int) -> Callable[[ConfigReader, str, bool], float]:
-    """Return the reader of a boolean field that says whether embeddings are scaled by the square root of their width.
+    """Return a function for `Field.read`, for a boolean field that says whether embeddings are scaled.
 
-    The reader returns the factor: the square root, or 1.
+    The function returns the factor of the embeddings: the square root of their width if the field is true, and
+    otherwise 1.
 
     Args:
         hidden: the config field of the width.
@@ -256,7 +269,7 @@ def _inverse(config: ConfigReader, name: str, default: float) -> float:
 def with_defaults(fields: Fields, **defaults: Any) -> dict[str, Field]:
     """Return the table with other defaults.
 
-    A keyword is the name of a config field, or the first role of one ("layers").
+    The keywords of `defaults` are names of config fields ("num_hidden_layers"), or their first roles ("layers").
     """
     names = {field.role.split()[0]: name for name, field in fields.items()} | {name: name for name in fields}
     return {**fields, **{names[key]: fields[names[key]]._replace(default=value) for key, value in defaults.items()}}

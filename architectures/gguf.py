@@ -34,7 +34,10 @@ def gguf_rows(name: object) -> list[GgufArchitecture]:
 
 
 def gguf_architecture(facts: GgufFacts) -> GgufArchitecture:
-    """Return the row of `gguf_table` for the model in a GGUF file. Raises UnknownFamily."""
+    """Return the row of `gguf_table` for the model in a GGUF file.
+
+    `facts` is the header of the file. Raises UnknownFamily.
+    """
     rows = gguf_rows(facts.name)
     return next((row for row in rows if row.fits(facts)), rows[-1])
 

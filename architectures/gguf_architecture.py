@@ -358,9 +358,10 @@ def shifted(spec: ModelSpec) -> set[str]:
 
 
 def _rotaries(spec: ModelSpec) -> tuple[Rotary | None, Rotary | None]:
-    """Return the RoPE of the first layer without a window, and that of the first layer with one.
+    """Return the RoPE of layers without a window, and that of layers with one, or None.
 
-    A value is None if there is no such layer. If all layers have a window, both are the same.
+    Both are taken from the first such layer that has RoPE. If no layer without a window has RoPE, the first value is
+    that of layers with a window, too.
     """
     rotaries: dict[bool, Rotary] = {}
     for block in spec.blocks:

@@ -75,7 +75,12 @@ def read_scaling(
 
 
 def _refuse_ignored_tensors(facts: GgufFacts, divisors: Collection[str]) -> None:
-    """Raise ConfigError if a file has a tensor of frequency divisors that llama.cpp does not read."""
+    """Raise ConfigError if a file has a tensor of frequency divisors that llama.cpp does not read.
+
+    Args:
+        facts: the header of the file.
+        divisors: the kinds of scaling whose frequency divisors llama.cpp reads from a tensor of such files.
+    """
     for name, *scalings in ((LONG, "longrope"), (_SHORT, "longrope"), (_FREQS, "llama3", "proportional")):
         if name in facts.shapes and not {*scalings} & {*divisors}:
             raise ConfigError(
@@ -102,12 +107,12 @@ def _read_proportional(divisors: list[float]) -> dict[str, Any] | None:
 
 
 def _scaled_scores(facts: GgufFacts) -> dict[str, float]:
-    """Return the fields that DeepSeek's `rope_scaling` has in addition to those of YaRN.
+    """Return two fields of DeepSeek's `rope_scaling`: `mscale_all_dim` and `attention_factor`.
 
-    `mscale_all_dim` states a factor of the attention scores. In a model with this field, cos and sin have no factor.
+    From `mscale_all_dim`, the factor of the attention scores is computed.
 
     Raises:
-        ConfigError: the file does not state this factor. llama.cpp would then multiply cos and sin by a factor.
+        ConfigError: the file has no metadata key for it. llama.cpp would then scale cos and sin instead.
 
     Source: llama-context.cpp and models/deepseek2.cpp, [TAG_DEEPSEEK2_YARN_LOG_MUL_FIX].
     """

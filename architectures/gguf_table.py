@@ -440,8 +440,9 @@ def _heads_by_layer(facts: GgufFacts) -> dict[str, dict[str, int]]:
 def _shared_layers(facts: GgufFacts) -> int:
     """Return Gemma 4's config field `num_kv_shared_layers`.
 
-    It is the number of layers at the end that use keys and values of earlier layers. In llama.cpp, they use those of
-    one of the two layers before them: of the first one if they have a window, and otherwise of the second one.
+    It is the number N of layers at the end that use keys and values of earlier layers. In llama.cpp, these earlier
+    layers are the two before the last N. The first of the two serves layers with a window, and the second serves layers
+    with full attention.
     """
     key, windowed = "attention.shared_kv_layers", _sliding(facts)
     shared = facts.value(key, 0) and facts.integer(key)

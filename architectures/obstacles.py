@@ -168,7 +168,8 @@ def express(
         spec: the model.
         zero: returns whether all values of a bias are zero, given its parameter name. It is only called if biases are
             the only obstacles, and only for these biases.
-        clear: the remedies that the caller will apply. Obstacles with these remedies do not prevent anything.
+        clear: the values of `Obstacle.remedy` that the caller will apply. Obstacles with one of these remedies do not
+            prevent anything.
         nearest: list all obstacles even if the target lacks kinds of component, by comparing with the most similar
             model of the target. Otherwise only the components of unknown kinds are listed.
     """
@@ -218,17 +219,18 @@ def _with_remedies(
     zero: Zero,
     clear: tuple[_Remedy, ...],
 ) -> list[Expression | None]:
-    """Return the results of `attempt` for variants of a model from which removable obstacles were removed.
+    """Return the results of `attempt` for the variants of a model that a target may be able to express.
 
-    The variants are the model itself, and the model with default rounding. If biases may be the only obstacles, the
-    list also has both variants without zero biases, each before the same variant with all biases.
+    The variants are the model itself, and the model with default rounding. If biases may be the only obstacles, and
+    "zeros" is in `clear`, the list also has both variants without zero biases, each before the same variant with all
+    biases.
 
     Args:
         attempt: lets the target write a variant, and compares what it reads back with the model.
         spec: the model.
         first: the result of `attempt` for the model itself.
-        zero: see `express`.
-        clear: see `express`.
+        zero: returns whether all values of a bias are zero, given its parameter name.
+        clear: the values of `Obstacle.remedy` that the caller will apply.
     """
     attempts = [first, attempt(without_rounding(spec))]
     only_biases = any(
@@ -327,12 +329,12 @@ def _obstacles(spec: ModelSpec, back: ModelSpec, zero: Zero) -> Iterator[Obstacl
 
 
 def _tensors(places: Mapping[str, Sequence[tuple[str, Component]]], flag: Obstacle) -> Iterator[str]:
-    """Yield the names of the bias tensors that a model would not have if the field of an obstacle were false.
+    """Yield the names of the biases that exist because of one boolean field, such as `up_bias`.
 
     Args:
-        places: paths that an obstacle may have -> the components of the model at this path, with their own paths. All
-            experts of a mixture have the same path in obstacles.
-        flag: the obstacle. Its field says that there are biases.
+        places: paths of components -> the components at this path, with their own paths. All experts of a mixture are
+            also listed under one common path.
+        flag: the obstacle whose path names the field.
     """
     place, _, name = flag.path.rpartition(".")
     for path, node in places[place]:
@@ -383,10 +385,10 @@ def without_biases(spec: ModelSpec, dropped: Collection[str]) -> ModelSpec:
 
 
 def _in_kind(spec: ModelSpec, usual: ModelSpec, kinds: Kinds) -> ModelSpec | None:
-    """Return a model that has the sizes of `spec` and only components of a target.
+    """Return a copy of the model `spec` in which components that a target lacks are replaced.
 
-    Components of `kinds` stay as they are. Others are replaced by those of the target's example `usual`. The result is
-    None if the sizes are impossible.
+    Components of `kinds` stay as they are. Others become components of the target's example `usual`, with the sizes of
+    `spec`. The result is None if such a model is impossible.
     """
     instead: dict[type[Component], Component] = {}  # replacements for fields that are None in the usual tree
 

@@ -99,7 +99,7 @@ def read_rotary(
         dim: the width of a head.
         context_length: the model's context length, or None if the config states none.
         kind: how the family's config class states RoPE.
-        tables: the width from which transformers makes the tables of cos and sin, if it is not `dim`.
+        tables: the number of dimensions for which transformers makes the tables of cos and sin; by default `dim`.
 
     Raises:
         ConfigError: the RoPE type is unknown, or a parameter is missing or malformed. It is also raised if only a part
@@ -285,9 +285,10 @@ def _rotated_part(rope: ConfigReader, part: Any, dim: int, kind: RotaryKind) -> 
 
 
 def _one_frequency(dim: int, rotated: int, scaling: str, kind: RotaryKind) -> float:
-    """Return the RoPE base if transformers' tables of cos and sin have a single frequency, which all pairs then use.
+    """Return the RoPE base for a family in which transformers' tables of cos and sin do not have `dim` columns.
 
-    The base is 1, with which all pairs have the same frequency.
+    If the tables have a single frequency, transformers uses it for all pairs of dimensions. The result is then 1, the
+    base with which all pairs have the same frequency.
 
     Args:
         dim: the number of dimensions of a head to which RoPE is applied.

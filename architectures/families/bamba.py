@@ -42,7 +42,7 @@ _DECODER = DecoderFamily(
 
 
 def _draw_config(chosen: Random) -> Config:
-    """Draw a config whose RoPE parameters include the fraction of a head that is rotated, as in `_written`."""
+    """Return a random config whose RoPE parameters include the fraction of a head that is rotated, as in `_written`."""
     config = _DECODER.draw(chosen, {})
     rope = {PART: config.pop(PART), "rope_theta": config.pop("rope_theta", 37.5), "rope_type": "default"}
     return {**config, "rope_parameters": rope, PART: 0.5}

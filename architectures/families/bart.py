@@ -72,9 +72,10 @@ _STACKS = EncoderDecoder(stack("encoder"), stack("decoder"), first_norm=True)
 
 
 def with_bias(read: Any, base: str) -> Any:
-    """Return a `read` that also gives the head a bias on the logits, unless config.json names the class `base`.
+    """Return a function for `Architecture.read` that calls `read`, and adds a bias of the logits to the head.
 
-    `base` is the transformers class without a head, whose files lack this bias.
+    If config.json names the class `base`, the head gets no bias. This is the transformers class without a head, whose
+    files lack the bias.
     """
 
     def tree(config: ConfigReader) -> ModelSpec:
@@ -86,9 +87,9 @@ def with_bias(read: Any, base: str) -> Any:
 
 
 def without_bias(write: Any, base: str) -> Any:
-    """Return a `write` for the trees that `with_bias` reads.
+    """Return a function for `Architecture.write` that is the inverse of `with_bias`.
 
-    If the head has no bias, the config names the class `base`.
+    It returns the config fields that `write` returns. If the head has no bias, they also name the class `base`.
     """
 
     def fields(spec: ModelSpec) -> dict[str, Any]:
@@ -98,11 +99,11 @@ def without_bias(write: Any, base: str) -> Any:
 
 
 def leaves(norms: str = "sum_norm", ends: Mapping[str, str] = MappingProxyType({})) -> tuple[Leaf, ...]:
-    """Return the leaves of families like BART.
+    """Return the leaves (entries of the tensor table) of families like BART.
 
     Args:
-        norms: the end of the shared names of a block's norms: "sum_norm" for post-norm, "norm" for pre-norm.
-        ends: further modules of both stacks: names in files -> shared names.
+        norms: the end of gptkit's names of a block's norms: "sum_norm" for post-norm, "norm" for pre-norm.
+        ends: further modules of both stacks: names in files -> gptkit's names.
     """
     modules: dict[str, str] = {"model.shared": "embedding"}
     for name, shared in (("encoder", "encoder."), ("decoder", "")):

@@ -65,7 +65,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _dense_size(config: ConfigReader, name: str, _default: None) -> int:
-    """Read the width of the feed-forward in dense layers. The default is the width of an expert."""
+    """Return the width of the feed-forward in dense layers. The default is the width of an expert."""
     return config.optional_integer(name) or config.integer("intermediate_size", 22528)
 
 
@@ -113,7 +113,10 @@ _RMS = replace(
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json. With `rms_norm_eps` the norms are RMSNorms, otherwise LayerNorms."""
+    """Return the ModelSpec that a config.json describes.
+
+    The norms are RMSNorms if the config has `rms_norm_eps`, and LayerNorms otherwise.
+    """
     if config.raw("rms_norm_eps") is None:
         return _DECODER.read(config)
     config.raw("layer_norm_eps")
@@ -121,14 +124,14 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields of a tree."""
+    """Return the config fields that describe a model."""
     fields = (_RMS if isinstance(spec.final_norm, RMSNorm) else _DECODER).write(spec)
     scaling = fields.pop("rope_scaling")
     return {**fields, **({"rope_parameters": scaling} if scaling else {})}
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config with either kind of norm, and with RoPE parameters as transformers 5 writes them."""
+    """Return a random config with either kind of norm, and with RoPE parameters as transformers 5 writes them."""
     config = chosen.choice((_DECODER, _RMS)).draw(chosen, {})
     theta, scaling = config.pop("rope_theta", 1e4), config.pop("rope_scaling", None)
     return {**config, **({} if scaling is None else {"rope_parameters": {**scaling, "rope_theta": theta}})}

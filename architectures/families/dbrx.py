@@ -35,7 +35,7 @@ def _normalised(config: ConfigReader, name: str, default: float) -> bool:
 
 
 def _named(config: ConfigReader, name: str, default: str) -> Any:
-    """Read an activation from a field that contains an object. Its `name` is that of the activation."""
+    """Return the activation that a config field states. The field is an object with the activation's name as `name`."""
     return activation_named(config.inner(name), "name", default)
 
 
@@ -90,13 +90,13 @@ _DECODER = DecoderFamily(
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields of a tree."""
+    """Return the config fields that describe a model."""
     fields = _DECODER.write(spec)
     return {**fields, "attn_config": {**fields["attn_config"], "rope_theta": fields["rope_theta"]}}
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config with every object that transformers needs.
+    """Return a random config with every object that transformers needs.
 
     The width of an expert is a multiple of 16, so that every expert's part of a tensor begins at a cache line. The
     order of additions in a matrix product depends on where the matrix begins in a cache line. With other widths,

@@ -25,7 +25,7 @@ _METHODS = {"greedy": False, "group_limited_greedy": True}
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json.
+    """Return the ModelSpec that a config.json describes.
 
     Routers choose groups of experts first if `topk_method` is group_limited_greedy.
     """
@@ -72,7 +72,7 @@ _DECODER = LatentDecoder(
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config with or without groups, and with even widths, since RoPE rotates pairs of neighbours."""
+    """Return a random config with or without groups, and with even widths, since RoPE rotates pairs of neighbours."""
     even = {"attention.kv_rank": chosen.choice(EVEN), "attention.nope_dim": chosen.choice((0, *EVEN))}
     config, grouped = _DECODER.draw(chosen, {}, **even), chosen.random() < 0.5
     if not grouped:

@@ -81,7 +81,7 @@ _DECODER = DecoderFamily(
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json."""
+    """Return the ModelSpec that a config.json describes."""
     parallel, norms, grouped = (
         config.boolean("parallel_attn", True),
         config.raw("num_ln_in_parallel_attn"),
@@ -98,7 +98,7 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields of a tree."""
+    """Return the config fields that describe a model."""
     first = spec.blocks[0]
     attention = of_kind(first.attention, Attention)
     grouped = attention.kv_expansion == "projection" or attention.kv_heads not in (1, attention.heads)
@@ -116,7 +116,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config of one of the three kinds of heads, with ALiBi or RoPE."""
+    """Return a random config of one of the three kinds of heads, with ALiBi or RoPE."""
     alibi, (heads, kv_heads) = chosen.random() < 0.4, grouped_heads(chosen)
     head_dim, form = chosen.choice(EVEN), chosen.choice(("grouped", "one", "all"))
     own: Config = {"multi_query": form == "one", "parallel_attn": chosen.choice((True, False))}

@@ -26,7 +26,7 @@ _BRANCHES = {  # the multipliers of the input and of the output of every mixer
 
 
 def _multipliers(config: ConfigReader, name: str, count: int) -> list[float]:
-    """Read a list of `count` factors above 0. If the field is null, all factors are 1."""
+    """Return a list of `count` factors above 0. If the field is null, all factors are 1."""
     given = config.raw(name)
     given = [1.0] * count if given is None else given
     numbers = isinstance(given, list) and all(type(number) in (int, float) and 0 < number < 1e30 for number in given)
@@ -107,7 +107,7 @@ _DECODER = DecoderFamily(
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config with multipliers. The width of Mamba-2 does not depend on the hidden size."""
+    """Return a random config with multipliers. The width of Mamba-2 does not depend on the hidden size."""
     config, width = _DECODER.draw(chosen, {}), chosen.choice((8, 12, 30, 40))
     heads = divisor(chosen, width)
     numbers = {name: chosen.uniform(0.1, 2) for names in _BRANCHES.values() for name in names}

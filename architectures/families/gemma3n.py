@@ -39,7 +39,10 @@ from .gemma4 import AFTER_LAYERS, FIELDS, INPUTS, LATE, TOWERS, UNUSED
 
 
 def _read_width(config: ConfigReader, name: str, default: int) -> int:
-    """Read the width of all feed-forwards. If the field is a list by layer, return 1: `_units` reads the list later."""
+    """Return the width of all feed-forwards, or 1 if the field is a list by layer.
+
+    In the second case, `_units` reads the list later.
+    """
     stated = config.raw(name, default)
     return config.integer(name, default) if not isinstance(stated, list) else 1
 
@@ -88,7 +91,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random, sizes: Sizes) -> Config:
-    """Draw the windows, the layers that use keys of earlier layers, the residual streams, and the layer inputs."""
+    """Return random config fields of windows, reused keys and values, residual streams and layer inputs."""
     layers, streams = sizes["layers"], chosen.choice((2, 3, 5))
     kinds = kind_by_layer(chosen, layers, "full_attention", "sliding_attention")
     by_layer = {
@@ -124,7 +127,7 @@ _DECODER = DecoderFamily(
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json."""
+    """Return the ModelSpec that a config.json describes."""
     spec = _DECODER.read(config)
     hidden, count, norm = spec.hidden_size, len(spec.blocks), of_kind(spec.final_norm, RMSNorm)
     if hidden % of_kind(spec.blocks[0].attention, Attention).heads:
@@ -171,7 +174,7 @@ def _units(config: ConfigReader, count: int) -> list[int]:
 
 
 def _shares(config: ConfigReader, count: int) -> list[float]:
-    """Return, for each layer, the fraction of its feed-forward's units that are 0."""
+    """Return, for every layer, the activation sparsity: the fraction of its feed-forward's units that are set to 0."""
     stated, sparse = config.raw("activation_sparsity_pattern"), SPARSE if count > SPARSE else 0
     if stated is None:
         return [SPARSITY] * sparse + [0.0] * (count - sparse)

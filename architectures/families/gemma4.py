@@ -79,7 +79,10 @@ def _types(config: ConfigReader, count: int) -> list[str]:
 
 
 def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Return the values of the fields in `_HEADS`, for layer types in which they may differ from the model's."""
+    """Return the values of the fields in `_HEADS` by layer type.
+
+    A layer type or a field is left out if it has no values of its own. Then the fields of the whole model apply.
+    """
     stated = config.raw("per_layer_config")
     if stated is None:
         full = {"head_dim": config.integer("global_head_dim", 512)}
@@ -180,7 +183,10 @@ def written(spec: ModelSpec) -> dict[str, Any]:
 
 
 def draw_layers(chosen: Random, sizes: Sizes) -> Config:
-    """Draw the layer types, with full attention in the last layer, and the heads and RoPE of each type."""
+    """Return random config fields of the layer types, and of the heads and the RoPE of both types.
+
+    The last layer always has full attention.
+    """
     types, full = [*kind_by_layer(chosen, sizes["layers"] - 1, FULL, SLIDING), FULL], chosen.choice(EVEN)
     keys_alone = chosen.random() < 0.3
     config: Config = {
@@ -217,7 +223,7 @@ DECODER = DecoderFamily(
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json."""
+    """Return the ModelSpec that a config.json describes."""
     spec = scaled(config, DECODER.read(config))
     hidden, count = spec.hidden_size, len(spec.blocks)
     activation = of_kind(spec.blocks[0].feed_forward, GatedFeedForward).activation
@@ -291,7 +297,7 @@ def _mixture(config: ConfigReader, spec: ModelSpec) -> MixtureOfExperts | None:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields of a tree."""
+    """Return the config fields that describe a model."""
     inners: list[Any] = [block.mixer("feed_forward") for block in spec.blocks]
     if not any(isinstance(inner, DenseBesideExperts) for inner in inners):
         return DECODER.write(spec)
@@ -308,7 +314,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config with layer inputs (and maybe shared keys), with experts, or with neither."""
+    """Return a random config with layer inputs (and maybe shared keys), with experts, or with neither."""
     config, width = DECODER.draw(chosen, {}), chosen.choice((0, 1, 3, 8))
     rows = {"hidden_size_per_layer_input": width, "vocab_size_per_layer_input": chosen.choice((VOCAB, VOCAB + 3))}
     earlier = config["layer_types"][:-1]

@@ -20,7 +20,7 @@ from ..usual import GROUPED_WEIGHT
 
 
 def _width(config: ConfigReader, name: str, default: int) -> int:
-    """Read the width of the feed-forward. In config.json, it is a multiple of the hidden size."""
+    """Return the width of the feed-forward. In config.json, it is a multiple of the hidden size."""
     return config.integer(name, default, most=4096) * config.integer("hidden_size", 2560)
 
 

@@ -21,9 +21,9 @@ from ..obstacles import Kinds, of_kind
 
 
 def rotary_dims(rounding: Literal["input", "keys"]) -> Lens:
-    """Return the lens of `rotary_dim`, the number of elements of a head that RoPE rotates.
+    """Return a `Lens` that reads and writes the config field `rotary_dim`.
 
-    `rounding` is the value of `Rotary.rounding`.
+    The field is the number of elements of a head that RoPE rotates. `rounding` is the value of `Rotary.rounding`.
     """
 
     def layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -35,7 +35,7 @@ def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
 
 
 def _positions(config: ConfigReader, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return fields of attention for every layer: no position encoding, unless `position_embedding_type` is rope."""
+    """Return fields of `Attention` for every layer. They remove RoPE unless the config states it."""
     layers = values["layers"]
     kind = config.raw("position_embedding_type")
     if kind not in (None, "nope", "rope"):
@@ -54,7 +54,7 @@ def _written_sparse(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw_sparse(chosen: Random, _: Sizes) -> Config:
-    """Draw the config fields of a model without experts, or no fields."""
+    """Return, at random, either the config fields of a model without experts or no fields."""
     return chosen.choice(({}, {"num_local_experts": 0, "num_experts_per_tok": 0}))
 
 

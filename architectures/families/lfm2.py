@@ -30,7 +30,7 @@ def _attends(config: ConfigReader, layers: int) -> Sequence[bool]:
 
 
 def _units(config: ConfigReader, name: str, default: int) -> int:
-    """Read the width of the feed-forward.
+    """Return the width of the feed-forward.
 
     With `block_auto_adjust_ff_dim`, it is two thirds of the stated width, times `block_ffn_dim_multiplier`, rounded up
     to a multiple of `block_multiple_of`.
@@ -57,7 +57,7 @@ ROPE = RotaryKind(1e6)
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config, with or without `block_auto_adjust_ff_dim`; see `_units`."""
+    """Return a random config, with or without `block_auto_adjust_ff_dim`; see `_units`."""
     adjusted = {"block_auto_adjust_ff_dim": False, "block_ffn_dim_multiplier": chosen.choice((0.5, 1.3))}
     units = {"intermediate_size": chosen.choice((7, 33, 64)), "block_multiple_of": chosen.choice((1, 8, 24))}
     return {**_DECODER.draw(chosen, {}), **units, **sometimes(chosen, adjusted)}

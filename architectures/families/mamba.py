@@ -35,7 +35,10 @@ _MIXER = {
 
 
 def read(config: ConfigReader, normed: bool = False) -> ModelSpec:
-    """Return the tree of a config. With `normed`, the step sizes and Mamba's b and c have norms without weights."""
+    """Return the ModelSpec that a config describes.
+
+    With `normed`, Mamba's step sizes, b and c have norms without weights.
+    """
     tree, mixer, inner = read_fields(_TREE, config), read_fields(_MIXER, config), _channels(config)
     own = {"eps": config.number("mixer_rms_eps", 1e-6), "gain": "none"} if normed else {}
     norms: dict[str, Any] = norms_of(mixer["rank"], mixer["state_size"], **own) if normed else {}

@@ -42,7 +42,7 @@ _STARTS = dict.fromkeys(
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json."""
+    """Return the ModelSpec that a config.json describes."""
     tree, mixer, expand = read_fields(_TREE, config), read_fields(_MIXER, config), config.integer("expand", 2)
     heads, width, groups, hidden = mixer["heads"], mixer["head_dim"], mixer["groups"], tree["hidden"]
     if heads * width != hidden * expand:
@@ -55,14 +55,14 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields of a tree."""
+    """Return the config fields that describe a model."""
     mixer = of_kind(spec.blocks[0].mixer("recurrence"), Mamba2)
     own = {"expand": multiple_of_hidden(mixer), **write_fields(_MIXER, mixer), **write_limits(mixer)}
     return {**write_alone(spec), **own}
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config.
+    """Return a random config.
 
     The width of all heads together is a multiple of the hidden size, as transformers' class requires.
     """

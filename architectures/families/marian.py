@@ -42,7 +42,7 @@ _STACKS = EncoderDecoder(stack("encoder", tokens=58101, **SINES), stack("decoder
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Return the tree of a config.json. The stacks share a token embedding, or have separate ones."""
+    """Return the ModelSpec that a config.json describes. The stacks share a token embedding, or have separate ones."""
     spec, shared = _STACKS.read(config), config.boolean(_SHARED, True)
     assert spec.encoder is not None
     tokens = config.optional_integer("decoder_vocab_size", spec.vocab_size) or spec.vocab_size

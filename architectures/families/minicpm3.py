@@ -16,7 +16,7 @@ from ..latent import KNOWN, LATENT_FIELDS, LATENT_LEAVES, LatentDecoder
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json. If a field is null, it is computed from other sizes."""
+    """Return the ModelSpec that a config.json describes. If a field is null, it is computed from other sizes."""
     layers, hidden = config.layers("num_hidden_layers", 62), config.integer("hidden_size", 2560)
     value_dim = config.optional_integer("v_head_dim")
     if value_dim is None:

@@ -61,7 +61,7 @@ _DECODER = DecoderFamily(_FIELDS, rotary=RotaryKind(usual=_YARN), layers=Lens(_l
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields of a tree."""
+    """Return the config fields that describe a model."""
     fields = _DECODER.write(spec)
     temperature = of_kind(of_kind(spec.blocks[0].attention, Attention).temperature, Temperature)
     length = {ORIGINAL: temperature.original_context}
@@ -69,7 +69,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config without RoPE parameters, or with parameters that include the growth of the queries' factor."""
+    """Return a random config without RoPE parameters, or with some that include the growth of the queries' factor."""
     config = _DECODER.draw(chosen, {})
     growth = {ORIGINAL: chosen.choice((8, 32)), _GROWTH: 0.3}
     rope = config.get("rope_parameters")

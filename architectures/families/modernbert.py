@@ -72,7 +72,7 @@ def write_transform(spec: ModelSpec) -> dict[str, Any]:
 
 
 def draw_transform(chosen: Random) -> Config:
-    """Draw the config fields that `read_transform` reads."""
+    """Return random values for the config fields that `read_transform` reads. Some fields may be absent."""
     return sometimes(chosen, {"classifier_bias": True, "classifier_activation": chosen.choice([*ACTIVATIONS])})
 
 
@@ -82,7 +82,7 @@ def _draw_windows(chosen: Random, _: Sizes) -> Config:
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config with a transform before the head, and with RoPE parameters of the two supported types."""
+    """Return a random config with a transform before the head, and with RoPE parameters of the two supported types."""
     config = without(_ENCODER.draw(chosen, {}), "rope_scaling", "rope_parameters")
     kinds = {kind: chosen.choice(({}, {"rope_type": "linear", "factor": 4.5})) for kind in KINDS}
     own = {"rope_parameters": {kind: {**fields, "rope_theta": 37.5} for kind, fields in kinds.items()}}

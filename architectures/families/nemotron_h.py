@@ -115,7 +115,7 @@ def _mixture(config: ConfigReader, hidden: int, inner: dict[str, Any]) -> Mixtur
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json."""
+    """Return the ModelSpec that a config.json describes."""
     types, tree, mamba = _types(config), read_fields(_TREE, config), read_fields(_MAMBA, config)
     attention, inner = read_fields(_ATTENTION, config), read_fields(_FEED_FORWARD, config)
     hidden, eps, units = tree["hidden"], tree["eps"], inner.pop("intermediate_size")
@@ -154,7 +154,7 @@ _PARTS: dict[type, tuple[str, Fields]] = {
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields of a tree."""
+    """Return the config fields that describe a model."""
     mixers, fields = [block.sublayers[0].mixer for block in spec.blocks], dict[str, Any]()
     for mixer in mixers:
         fields |= write_fields(_PARTS[type(mixer)][1], mixer)
@@ -173,7 +173,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config with attention in at least one layer."""
+    """Return a random config with attention in at least one layer."""
     letters = kind_by_layer(chosen, chosen.choice((1, 2, 3)), *_KINDS)
     letters.insert(chosen.randrange(len(letters) + 1), "*")
     (queries, kv_heads), heads = grouped_heads(chosen), chosen.choice((1, 2, 4, 6, 9))

@@ -68,7 +68,7 @@ _DECODER = DecoderFamily(
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields of a tree."""
+    """Return the config fields that describe a model."""
     fields = _DECODER.write(spec)
     scaling = of_kind(of_kind(spec.blocks[0].attention, Attention).position, Rotary).scaling
     if not isinstance(scaling, LongRopeScaling):
@@ -78,7 +78,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config whose LongRoPE has the same factor of cos and sin for short and for long texts."""
+    """Return a random config whose LongRoPE has the same factor of cos and sin for short and for long texts."""
     config = _DECODER.draw(chosen, {}, **{"mixture.experts": chosen.choice((2, 3, 5))})
     scale = chosen.choice((1.0, 1.2))
     factors = [chosen.uniform(0.5, 2) for _ in range(config["head_dim"] // 2)]

@@ -29,7 +29,7 @@ _RECURRENT, _WHOLE = "recurrent", "attention"
 
 
 def _half(config: ConfigReader, name: str, default: int) -> int:
-    """Read the width of the feed-forward.
+    """Return the width of the feed-forward.
 
     The config field is twice this width, for the gate and up projections together.
     """
@@ -125,7 +125,7 @@ _DECODER = DecoderFamily(
 
 
 def _draw_config(chosen: Random) -> Config:
-    """Draw a config.
+    """Return a random config.
 
     The hidden size is a multiple of the number of heads, which is also the number of a gate's matrices.
     """

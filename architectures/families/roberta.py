@@ -69,7 +69,7 @@ def like_roberta(name: str, hf_name: str, released: str, vocab: int, *, head_fir
 
 
 def _read(encoder: Encoder, config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json. Position ids start after the id of the padding token."""
+    """Return the ModelSpec that a config.json describes. Position ids start after the id of the padding token."""
     padding, rows = config.raw(_PADDING, 1), config.integer("max_position_embeddings", 512)
     if type(padding) is not int or not 0 <= padding < rows - 1:
         raise config.fail(_PADDING, padding, f"an integer from 0 to {rows - 2}: position ids start after this number")
@@ -79,7 +79,7 @@ def _read(encoder: Encoder, config: ConfigReader) -> ModelSpec:
 
 
 def _write(encoder: Encoder, name: str, spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields of a tree. `name` is that of the family."""
+    """Return the config fields that describe a model. `name` is that of the family."""
     table = of_kind(spec.positions, LearnedPositions)
     if table.padding is None:
         raise CannotExpress(f"{name} skips padding tokens when it counts positions, but this model counts them")

@@ -24,7 +24,10 @@ _EPS = 1e-5  # the eps of the last norm, whatever config.json states
 
 
 def _widened(eps: float, halvings: int) -> float:
-    """Return the eps in the tree of a norm whose input transformers' class has halved `halvings` times."""
+    """Return the eps of a norm in the ModelSpec, where its input is not halved.
+
+    In transformers' class, the norm has `eps`, and its input has been halved `halvings` times.
+    """
     return eps * 4.0**halvings
 
 
@@ -120,12 +123,12 @@ _CHANNELS = {"key": "up", "receptance": "gate", "value": "down"}
 
 
 def _mixer(theirs: str, ours: str, names: Mapping[str, str], last: str) -> tuple[Leaf, ...]:
-    """Return the leaves of a mixer.
+    """Return the leaves (entries of the tensor table) of a mixer.
 
     Args:
         theirs: the prefix of its names in checkpoints.
-        ours: the prefix of its shared names.
-        names: the projections' names in checkpoints -> their shared names.
+        ours: the prefix of gptkit's names.
+        names: the projections' names in checkpoints -> gptkit's names.
         last: the name in checkpoints of the output projection, which has no weights for mixing two tokens.
     """
     mix = Layout("one 1 hidden", "(one 1 hidden)")

@@ -21,20 +21,20 @@ from ..obstacles import of_kind
 
 
 def _decoder_layers(config: ConfigReader, name: str, default: int) -> int:
-    """Read the number of decoder layers. The default is the number of encoder layers."""
+    """Return the number of decoder layers. The default is the number of encoder layers."""
     return config.layers("num_layers", default) if config.raw(name) is None else config.layers(name)
 
 
 def _scale(config: ConfigReader, name: str, _: Any) -> float:
-    """Read the factor of the hidden states before the head. By default, it is 1 unless the head is tied."""
+    """Return the factor of the hidden states before the head. By default, it is 1 unless the head is tied."""
     scaled = config.boolean(name, config.boolean("tie_word_embeddings", True))
     return float(config.integer("d_model", 512) ** -0.5) if scaled else 1.0
 
 
 def _activation(config: ConfigReader, name: str, default: str) -> Any:
-    """Read the activation from `dense_act_fn`, or else from the name after "gated-".
+    """Return the activation that the config field `dense_act_fn` states, or else the field `name`.
 
-    After "gated-", gelu means its tanh approximation.
+    In the latter, the activation may have the prefix "gated-". With this prefix, gelu means its tanh approximation.
     """
     stated = config.string(name, default)
     gated, _, function = stated.rpartition("-")
@@ -103,13 +103,13 @@ _STACKS = {gated: EncoderDecoder(_stack(gated, True), _stack(gated, False)) for 
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """Read the tree of a config.json."""
+    """Return the ModelSpec that a config.json describes."""
     gated = config.string("feed_forward_proj", "relu").startswith("gated-")
     return _STACKS[config.boolean("is_gated_act", gated)].read(config)
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields of a tree."""
+    """Return the config fields that describe a model."""
     for stack in (spec, spec.encoder):
         for block in () if stack is None else stack.blocks:
             of_kind(getattr(block.attention, "position", None), Buckets)
@@ -122,11 +122,11 @@ def _is_gated(block: Block) -> bool:
 
 
 def _layers(stack: str, shared: str, parts: tuple[str, ...]) -> tuple[Leaf, ...]:
-    """Return the leaves of a stack.
+    """Return the leaves (entries of the tensor table) of a stack: the encoder or the decoder.
 
     Args:
         stack: the prefix of its names in checkpoints.
-        shared: the prefix of its shared names.
+        shared: the prefix of gptkit's names.
         parts: the sub-layers of a layer. Checkpoints number them in this order.
     """
     leaves: tuple[Leaf, ...] = ()

@@ -10,7 +10,7 @@ from ..latent import COMPUTED, LATENT_FIELDS, LATENT_LEAVES, LatentDecoder
 
 
 def _padding_row(config: ConfigReader, name: str, default: int | None) -> int | None:
-    """Read the row of the embedding that transformers' class sets to zeros after loading."""
+    """Return the row of the embedding that transformers' class sets to zeros after loading."""
     row, rows = config.raw(name, default), config.integer("vocab_size", 128256)
     if row is not None and (type(row) is not int or not 0 <= row < rows):
         raise config.fail(name, row, f"null or a token from 0 to {rows - 1}")

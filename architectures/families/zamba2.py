@@ -178,7 +178,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _draw(chosen: Random) -> Config:
-    """Draw a config. The heads divide twice the hidden size, and those of Mamba-2 divide a multiple of it."""
+    """Return a random config. The heads divide twice the hidden size, and those of Mamba-2 divide a multiple of it."""
     kinds = kind_by_layer(chosen, chosen.choice((0, 1, 3)), "mamba", _HYBRID)
     kinds.insert(chosen.randrange(len(kinds) + 1), _HYBRID)
     heads, dim, adapted = chosen.choice((1, 2, 3, 6)), chosen.choice(EVEN), chosen.random() < 0.4
@@ -221,7 +221,7 @@ def _gate_up(*columns: str) -> Layout:
 
 
 def _both(suffix: str, last: str) -> tuple[str, str]:
-    """Return the shared names gate_SUFFIX.LAST and up_SUFFIX.LAST."""
+    """Return gptkit's names of two parameters of the shared block: gate_SUFFIX.LAST and up_SUFFIX.LAST."""
     return f"{_S}gate_{suffix}.{last}", f"{_S}up_{suffix}.{last}"
 
 
@@ -234,7 +234,12 @@ def _is_hybrid(block: Block) -> bool:
 
 
 def _recurrent(theirs: str, when: Any) -> tuple[Leaf, ...]:
-    """Return the leaves of Mamba-2 and its norm in the layers for which `when` is true."""
+    """Return the leaves (entries of the tensor table) of Mamba-2 and its norm.
+
+    Args:
+        theirs: the prefix of their names in checkpoints.
+        when: returns whether a block has tensors with this prefix.
+    """
     norm = leaves_of({theirs + "input_layernorm": B + "recurrence_norm"})
     return tuple(replace(leaf, when=when) for leaf in (*mamba2_leaves(theirs + "mamba."), *norm))
 
