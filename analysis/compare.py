@@ -169,7 +169,7 @@ def compare(
 def comparison(models: Sequence[ModelCount], asked: Scenario) -> Comparison:
     """Compare models whose parameters are counted already.
 
-    `asked` has the dtype and the context of the comparison. Its other fields are ignored.
+    `asked` has the context of the comparison, and the dtypes of the weights and the cache. Other fields are ignored.
     """
     length = common_context([model.spec for model in models]) if asked.context is None else asked.context
     dtype = asked.dtype or "bfloat16"

@@ -776,10 +776,10 @@ def _repeats(template: str, sizes: Mapping[str, int]) -> int:
 
 
 def _uses(spec: ModelSpec) -> dict[int, list[dict[str, int]]]:
-    """Return, for every layer that stores the weights of a shared block, the layers that run this block.
+    """Return the uses of shared blocks, by the index of the layer that stores the block's weights.
 
-    A use of the block is given as values for name templates. `layer` is the layer that stores the block, `runs` is the
-    layer that runs it, and `use` is the number of earlier uses of shared blocks.
+    A use is a mapping from placeholders of name templates to numbers. `layer` is the index of the layer that stores the
+    block, `runs` is that of a layer that runs it, and `use` is the number of earlier uses of shared blocks.
     """
     places: dict[int, list[dict[str, int]]] = {}
     for use, (layer, stored) in enumerate(spec.shared_block_sources.items()):

@@ -252,9 +252,10 @@ def first_of(
     *,
     nearest: bool = True,
 ) -> tuple[Expression | None, list[Expression]]:
-    """Return the result of `express` for the first target that can express a model, and those for earlier targets.
+    """Return the result of `express` for the first target that can express a model, and those of earlier targets.
 
-    If no target can express the model, the first value is None. The other arguments are those of `express`.
+    If no target can express the model, the first value is None, and the second has the results for all targets. The
+    arguments except `targets` are those of `express`.
     """
     refused: list[Expression] = []
     for target in targets:
