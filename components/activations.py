@@ -77,5 +77,5 @@ feed-forwards store them in the module `activation` (Apertus)."""
 
 
 def function_of(activation: Activation) -> Activation:
-    """Return the standard implementation of an activation's function, such as gelu for gelu_python."""
+    """Return the name of the standard activation with the same function, such as "gelu" for "gelu_python"."""
     return FACTS[activation].function or activation

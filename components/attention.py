@@ -303,7 +303,7 @@ class Attention(Mixer, Component, frozen=True):
 
     @property
     def projected(self) -> tuple[str, ...]:
-        """Which of q, k and v are projected from the input."""
+        """The projections of the input that the layer has: "q", "k" and "v", or only some of them."""
         return {"input": ("q", "k", "v"), "keys": ("q", "k"), "earlier": ("q",)}[self.kv_from]
 
     @property
@@ -393,7 +393,7 @@ class Attention(Mixer, Component, frozen=True):
         return msgspec.structs.replace(self, heads=heads, kv_heads=kv_heads, **self._norms_of(heads, kv_heads))
 
     def _devices(self) -> list[int]:
-        """Return the numbers of GPUs over which the query heads, with their keys and values, can be divided evenly."""
+        """Return every number of GPUs over which the query heads, with their keys and values, can be divided evenly."""
         even = [count for count in range(1, self.heads + 1) if self.heads % count == 0]
         return [count for count in even if self.kv_heads % count == 0 or count % self.kv_heads == 0]
 
@@ -585,9 +585,9 @@ def plain_scale(scale: float) -> float:
 
 
 def scale_words(scale: float, dim: int) -> Words:
-    """Describe the scale of attention scores, for tables and sentences.
+    """Return the description of the scale of attention scores, as words for tables and an addition to a sentence.
 
-    The words for a sentence (`Words.whole`) are empty for the usual scale, 1/√dim.
+    The addition (`Words.whole`) is empty for the usual scale, 1/√dim.
     """
     whole = "" if math.isclose(scale, dim**-0.5, rel_tol=1e-6) else f", scale {scale:.4g}"
     if plain_scale(scale) == plain_scale(dim**-0.5):

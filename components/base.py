@@ -85,7 +85,7 @@ class Weight(NamedTuple):
 
 
 def bias(size: int) -> Weight:
-    """Return a bias vector, which is 0 at the start of training."""
+    """Return the parameter of a bias vector with `size` elements, which are 0 at the start of training."""
     return Weight((size,), "bias", 0.0)
 
 
@@ -304,7 +304,7 @@ class Component(
         return self._with_parts(lambda part: part.small(hidden), **widths)
 
     def _with_parts(self, change: Callable[[Component], Component], **fields: Any) -> Self:
-        """Return the component with `change` applied to its child components, and with other `fields`."""
+        """Return a copy with `change` applied to all child components, and with the field values in `fields`."""
 
         def changed(value: Any) -> Any:
             if isinstance(value, tuple):
@@ -329,7 +329,11 @@ class Component(
         return {}
 
     def misread(self) -> dict[str, Misread]:
-        """Return functions that make typical mistakes in reading the parameters, by the name of the mistake."""
+        """Return typical mistakes in reading the parameters from a checkpoint, as name of the mistake -> function.
+
+        The function gets all parameters of the component by name. It returns those that the mistake affects, as a
+        faulty conversion would read them.
+        """
         return {}
 
 
@@ -338,7 +342,7 @@ def _kind(node: Component) -> Words:
 
 
 def _field(name: str, value: Any) -> tuple[str, Any]:
-    """Describe a field with its value in words, such as "head dim 64", and return the value as JSON."""
+    """Return a field in words, such as "head dim 64", and its value as JSON."""
     data = msgspec.to_builtins(value.mapped(lambda node, _: node.alike()) if isinstance(value, Component) else value)
     words = name.replace("_", " ")
     if isinstance(value, Component):
@@ -380,7 +384,7 @@ else:
 class Mixer(Open, frozen=True):
     """The base class of what a sub-layer computes from the residual stream: attention, a feed-forward, a recurrence.
 
-    The record of a kind inherits from both `Mixer` and `Component`.
+    A class such as `Attention` inherits from both `Mixer` and `Component`.
     """
 
     __slots__ = ()

@@ -240,9 +240,9 @@ class Block(Component, frozen=True):
         return {n.removesuffix("_norm"): part for n, part in self.entries().items() if isinstance(part, Norm)}
 
     def _norms(self) -> Words:
-        """Return the description of the norms.
+        """Return one description of all norms outside the mixers.
 
-        Its `data` describes the norm of every sub-layer. A sub-layer without a norm gets the entry of the first norm.
+        Its `data` has an entry for every norm. A sub-layer without norms has the same entry as the first norm.
         """
         described = {name: norm.named() for name, norm in self.norms().items()}
         if not described:

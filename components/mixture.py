@@ -300,8 +300,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     def small(self, hidden: int) -> Self:
         """Return a small copy. If the router leaves out some of the experts or groups, so does that of the copy.
 
-        If there are groups, the copy has two experts per group. It has three if the router chooses several, but not
-        all, of the experts of a single group.
+        A copy with groups has two experts per group. It has three if the router chooses one group per token, and
+        several of the group's experts, but not all.
         """
         if self.groups > 1:
             groups = min(self.groups, 4)

@@ -245,7 +245,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     @property
     def shared_block_sources(self) -> dict[int, int]:
-        """For every layer that runs a shared block, the layer that stores the block's weights. Layers are numbers."""
+        """The number of every layer that runs a shared block -> the number of the layer that stores the weights."""
         sources: dict[int, int] = {}
         stored: dict[int, int] = {}
         for layer, block in enumerate(self.blocks):

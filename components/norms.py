@@ -17,7 +17,7 @@ Gain = Literal["weight", "1 + weight", "none"]
 
 
 class Norm(Open, frozen=True):
-    """The base class of all norms. The record of a kind inherits from both `Norm` and `Component`."""
+    """The base class of all norms. A class such as `RMSNorm` inherits from both `Norm` and `Component`."""
 
     __slots__ = ()
     given = ("size",)
@@ -34,9 +34,9 @@ class Norm(Open, frozen=True):
         return "norm"
 
     def factor(self, weight: Any) -> Any:
-        """Return the factor of the normalised row for a stored weight: the weight itself, or 1 + weight (see `gain`).
+        """Return the numbers by which normalised rows are multiplied: `weight` itself, or 1 + weight (see `gain`).
 
-        The weight may be an array of any library.
+        `weight` is the stored parameter. It may be an array of any library.
         """
         return 1.0 + weight if self.gain == "1 + weight" else weight
 

@@ -66,7 +66,7 @@ class Operation(msgspec.Struct, frozen=True):
 
     @property
     def parameters(self) -> int:
-        """The number of parameters, of all copies together."""
+        """The number of parameters of all `copies` together, such as those of all experts."""
         return self.copies * sum(math.prod(shape) for _, shape in self.weights)
 
     def numbers(self, **symbols: int) -> int:
@@ -341,7 +341,8 @@ class Scan(Operation, frozen=True, kw_only=True):
 class Convolve(Operation, frozen=True, kw_only=True):
     """A causal convolution with one kernel per channel.
 
-    It reads its input transposed, (B, channels, T), and padded with zeros on both sides.
+    The code transposes the input to (B, channels, T), and pads it with zeros before the first and after the last token.
+    Results for the zeros after the last token are not used.
     """
 
     width: int
@@ -421,8 +422,8 @@ class Add(Operation, frozen=True, kw_only=True):
 class Choose(Operation, frozen=True, kw_only=True):
     """The step of a router that chooses `top_k` experts per token by logits, and computes the weights of these experts.
 
-    The operation has a bias if one is added for the choice only. It has a weight if the weights of experts are
-    multiplied by a learnt number per expert. Fields that `MixtureOfExperts` also has mean the same as there.
+    If the step has a parameter named bias, this bias changes only the choice. If it has one named weight, the weights
+    of the chosen experts are multiplied by it. Fields without a description are those of `MixtureOfExperts`.
     """
 
     top_k: int

@@ -161,7 +161,7 @@ class YarnScaling(Component, frozen=True):
 
 
 class LongRopeScaling(Component, frozen=True):
-    """LongRoPE (2402.13753): the frequency of every pair has its own divisor, which is another one for long sequences.
+    """LongRoPE (2402.13753): the frequency of every pair has its own divisor. Long sequences have other divisors.
 
     cos and sin are multiplied by `attention_factor`.
     """
@@ -233,7 +233,7 @@ ALL_OF_IT = Words("", None)  # the words for a position encoding on all elements
 class Position(Open, frozen=True):
     """The base class of position encodings inside attention.
 
-    The record of a kind inherits from both `Position` and `Component`.
+    A class such as `Rotary` inherits from both `Position` and `Component`.
     """
 
     __slots__ = ()
@@ -266,7 +266,10 @@ class Turning(Position, frozen=True):
 
 
 class Biasing(Position, frozen=True):
-    """A position encoding that adds a bias to the scores, which depends on the head and the key."""
+    """A position encoding that adds a bias to attention scores.
+
+    The bias depends on the head, and on the positions of query and key.
+    """
 
     __slots__ = ()
     biases = True

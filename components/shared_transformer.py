@@ -116,7 +116,10 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
     @property
     def shared_part(self) -> Self:
-        """The component without adapters, as in the layer that stores the weights."""
+        """A copy without everything that may differ between layers with the same shared weights.
+
+        It has no adapters, and counts as the layer that stores the weights.
+        """
         return msgspec.structs.replace(self, weights_from="own", rank=None, attention_rank=None)
 
     def _rows(self) -> dict[str, int]:

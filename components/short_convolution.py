@@ -14,8 +14,8 @@ __all__ = ["ShortConvolution"]
 
 class ShortConvolution(Mixer, Component, frozen=True):
     """out(c ⊙ conv(b ⊙ x)), where b, c and x are projections of the input, and the convolution is causal (LFM2, Liquid
-    AI 2511.23404). One matrix product gives b, c and x, in this order. Their parameters are named before_proj,
-    behind_proj and in_proj.
+    AI 2511.23404). The projections are named before_proj (b), behind_proj (c) and in_proj (x). One matrix product
+    computes them, in this order.
     """
 
     label = "convolution"
@@ -83,9 +83,9 @@ _READ = ("before_proj", "behind_proj", "in_proj")
 
 
 def misread_kernels(*names: str) -> dict[str, Misread]:
-    """Return functions that make typical mistakes in reading convolution kernels, by the name of the mistake.
+    """Return mistakes in reading convolution kernels, as name of the mistake -> function (see `Component.misread`).
 
-    `names` are the names of the convolutions in their component.
+    A kernel may be reversed, or shifted by one token. `names` are the names of the convolutions in their component.
     """
     return {
         "kernels of convolutions back to front": lambda own: {
@@ -96,6 +96,16 @@ def misread_kernels(*names: str) -> dict[str, Misread]:
 
 
 def convolve(node: Component, name: str, path: str, source: str, shape: Sizes, row: str, **fields: Any) -> AnyOperation:
-    """Return the operation of the causal convolution `name` of a component. The arguments are those of `linear`."""
+    """Return the operation of a causal convolution of a component.
+
+    Args:
+        node: The component.
+        name: The name of the convolution in the component, such as "x_conv".
+        path: The name of the component's module in the block.
+        source: The id of the convolution's input.
+        shape: The shape of the result.
+        row: See `Operation`.
+        fields: Further fields of `Convolve`.
+    """
     own = tuple((key.partition(".")[2], size) for key, size in node.shapes().items() if key.startswith(f"{name}."))
     return Convolve(f"{path}.{name}", (source,), shape, row, own, width=dict(own)["weight"][1], **fields)

@@ -80,10 +80,13 @@ class Streams(Component, frozen=True):
 class AlternatingUpdates(Component, frozen=True):
     """The update of several residual streams in a layer whose sub-layers compute only one of them (AltUp, 2301.13310).
 
-    Before the sub-layers, all streams are predicted from all streams, with coefficients that a router computes from
-    the active stream. The sub-layers read the active stream. After them, every stream is corrected by the error of the
-    active one, times coefficients that the same router computes from the sub-layers' result. Sub-layers with
-    `onto: others` read the active one of the corrected streams, times a weight.
+    1. Every stream is predicted as a linear combination of all streams. A router computes the coefficients from the
+       active stream.
+    2. The sub-layers read the prediction of the active stream, and compute its new value.
+    3. The difference between the new value and the prediction, times one coefficient per stream, is added to the
+       predictions of all streams. The same router computes these coefficients from the new value.
+    4. A sub-layer with `onto: others` reads the active stream as it is after step 3, times a weight. Its output is
+       added to all streams except the first.
     """
 
     label = "streams"
@@ -150,9 +153,9 @@ class AlternatingUpdates(Component, frozen=True):
         at = path if step == "prediction" else f"{path}.{step}"
 
         def shared(operation: Any, name: str) -> Any:
-            """Return the operation with its id for this step.
+            """Return the operation with its id in this step.
 
-            In the correction, it has no weights of its own, because it uses those of the prediction.
+            In the correction, it uses the weights of the same operation in the prediction.
             """
             return replace(operation, id=f"{at}.{name}", **own, **({"tied": f"{path}.{name}"} if own else {}))
 

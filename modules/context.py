@@ -94,15 +94,18 @@ class Context:
         self._additive: dict[tuple[int | None, int | None, bool, bool], Tensor] = {}
 
     def tables(self, spec: Turning) -> Any:
-        """Return the tables for the positions of the new tokens, such as cos and sin of rotary positions."""
+        """Return the tables of a rotary position encoding for the new tokens, such as cos and sin.
+
+        `spec` is the encoding. Its tables are computed once per forward pass.
+        """
         if id(spec) not in self._tables:
             self._tables[id(spec)] = spec, module_of(spec).tables(spec, self.position_ids, self.dtype)
         return self._tables[id(spec)][1]
 
     def tempered(self, spec: Temperature, q: Tensor) -> Tensor:
-        """Return queries (B, H, T, hd) times a factor that grows with the position (as in Llama 4).
+        """Return queries (B, H, T, hd), multiplied by a factor that grows with the token's position (as in Llama 4).
 
-        The factor is computed in fp32.
+        `spec` defines the factor, which is computed in fp32.
         """
         positions = self.position_ids
         if spec.counts == "tokens":
@@ -127,9 +130,9 @@ class Context:
         return self.inputs[:, :, self.layer]
 
     def earlier(self, spec: Any) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the earlier layer with which a layer shares them (`kv_from: earlier`).
+        """Return keys and values that an earlier layer computed, for an attention that uses them (`kv_from: earlier`).
 
-        Raises MissingComponent if that layer has not run.
+        `spec` is the attention that uses them. Raises MissingComponent if the earlier layer has not run.
         """
         shared = self.shared.get(spec.kv_signature)
         if shared is None:
@@ -149,10 +152,10 @@ class Context:
         return self.first
 
     def lender(self, spec: SharedTransformer, module: Any) -> Any:
-        """Return the module that stores the weights of a shared block (Zamba 2), which several layers use.
+        """Return the module that stores the weights of a shared block (Zamba 2), for a layer that runs this block.
 
-        If `module` itself stores them, it is remembered for later layers. Raises MissingComponent if the module that
-        stores them has not run yet.
+        `spec` and `module` are the record and the module of the layer. If the layer itself stores the weights, its
+        module is remembered for later layers. Raises MissingComponent if the module that stores them has not run yet.
         """
         if spec.weights_from == "own":
             self._lenders[spec.number] = module
@@ -190,8 +193,15 @@ class Context:
     def bias(self, spec: Biasing, heads: int, window: int | None) -> Tensor:
         """Return the bias that is added to attention scores.
 
-        It is (B, heads, 1, S) for ALiBi, and (1, heads, T, S) for a learned bias by distance as in T5. Raises
-        MissingComponent if the table of learned biases was not read.
+        It is (B, heads, 1, S) for ALiBi, and (1, heads, T, S) for a learned bias by distance as in T5.
+
+        Args:
+            spec: the position encoding.
+            heads: the number of query heads.
+            window: the number of tokens that the layer's cache keeps; None for all.
+
+        Raises:
+            MissingComponent: the model has not given the table of learned biases to this pass.
         """
         first = self.first_key(window)
         key = (id(spec), heads, first)

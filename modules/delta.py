@@ -94,10 +94,18 @@ class _GatedDeltaNetModule(nn.Module):
 def _wide(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, rates: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Prepare the inputs of the recurrence, in fp32 or wider.
+    """Return the inputs of the recurrence in fp32 or wider: q, k, v, β and g; see `components.GatedDeltaNet`.
 
-    Return queries and keys normalised to length 1 and values, all (B, H, T, d). Then β in (0, 1) and the logarithms g
-    of the decays, (B, H, T).
+    Queries and keys have length 1, and values are unchanged; all are (B, H, T, d). β and g are (B, H, T).
+
+    Args:
+        q: queries, (B, T, key heads, key_dim).
+        k: keys, in the same shape.
+        v: values, (B, T, H, value_dim).
+        beta: the logits of β, (B, T, H).
+        decay: the output of decay_proj, (B, T, H).
+        rates: the parameter A_log, (H,).
+        shift: the parameter dt_bias, (H,).
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     g = -rates.to(wide).exp() * F.softplus(decay.to(wide) + shift)

@@ -271,7 +271,7 @@ class MixtureOfExpertsModule(nn.Module):
         """Choose experts one after the other, as Phi-3.5-MoE does. Return their weights and indices, both (N, top_k).
 
         The weight of an expert comes from a softmax over the experts that are not chosen yet and whose logits are near
-        its own.
+        its own. `MixtureOfExperts.jitter` says how near.
         """
         used = torch.zeros_like(logits, dtype=torch.bool)
         weights, chosen = [], []

@@ -252,8 +252,8 @@ class _Limits:
     def passed(self, read: int, first: bool) -> str:
         """Return a message if a text of `read` tokens is longer than the model's context, else an empty string.
 
-        The message is given once: for the first length beyond the context, or in the first step (`first`) if the
-        prompt is longer.
+        So that users see the message once, it is returned only if the text is longer by exactly one token, or in the
+        first step (`first`), when the prompt alone may be longer.
         """
         if self.context is None or read <= self.context or not (first or read == self.context + 1):
             return ""

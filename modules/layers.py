@@ -84,10 +84,10 @@ class FusedLinears:
     Args:
         groups: the number of groups of rows in the fused matrix of the family's checkpoints. This matrix has first the
             rows of the first group of every linear, then those of the second group, and so on.
-        line: a size in bytes. If the outputs of one group for one token are not a multiple of this size, the order of
-            rows changes the rounding. The matrix is then built in the family's order, in every call, because
-            parameters cannot be views of it. Few models need this. In all other models, the linears are concatenated
-            one after the other.
+        line: a number of bytes. Usually the outputs of one group for one token fill a multiple of it. Then the order of
+            rows does not matter, and the linears are concatenated one after the other. In the few models where they do
+            not, the order changes the rounding. The matrix is then built in the family's order in every call, because
+            parameters cannot be views of it.
     """
 
     def __init__(self, groups: int = 1, line: int = VECTOR) -> None:
@@ -189,7 +189,10 @@ class StackedLinears:
 
     @staticmethod
     def _views(rows: Sequence[Sequence[Tensor]], whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for every linear, a view of its part of the stacked tensor `whole`, and its weight in that shape."""
+        """Yield, for every linear, its part of the tensor `whole` as a view in the shape of its weight, and the weight.
+
+        `rows` has the weights of the linears of every input, and `whole` is what `_stacked` made of them.
+        """
         for row, one in zip(rows, whole, strict=True):
             parts = torch.split(one, [len(weight) for weight in row], dim=1)
             yield from ((part.t(), weight) for part, weight in zip(parts, row, strict=True))

@@ -84,9 +84,9 @@ def load(
 def load_checkpoint(
     checkpoint: Checkpoint, dtype: torch.dtype | str | None = None, attention: Kernel = "sdpa", **options: Any
 ) -> Decoder:
-    """Load an opened checkpoint, with the options of `load`.
+    """Return an opened checkpoint as a torch module in eval mode, as `load` does.
 
-    This needs memory for the weights in `dtype`, and for one stored tensor.
+    This needs memory for the weights in `dtype`, and for one stored tensor. `options` are `device` and `progress`.
     """
     spec, folder = checkpoint.spec, companions(checkpoint)
     model = build(spec, checkpoint.tensors(), torch_dtype(dtype, checkpoint.dtype), attention, **options)
@@ -104,7 +104,10 @@ def load_random(
     device: str | torch.device = "cpu",
     **options: Any,
 ) -> Decoder:
-    """Build a model with random weights, with the options of `load`. Error messages call the model `name`."""
+    """Build a model with random weights. The arguments are those of `load`; `options` may have `progress`.
+
+    Without a dtype, the weights are in float32. Error messages call the model `name`.
+    """
     from .initialise import initialised, require_memory
 
     wanted = torch_dtype(dtype)
@@ -183,7 +186,10 @@ def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def tensor_of(tree: Tree, name: str) -> Tensor:
-    """Return a stored tensor by gptkit's name. Do not write into it: it may share memory with the mapped file."""
+    """Return a tensor of an opened checkpoint by its name in gptkit.
+
+    Do not write into the tensor: it may share memory with the mapped file.
+    """
     return view_as_torch(*tree.tensor(name))
 
 

@@ -45,5 +45,8 @@ def module_of(node: Component) -> Any:
 
 
 def build_module(node: Any, *options: Any) -> Any:
-    """Build the module for a component. Raises MissingComponent like `module_of`."""
+    """Build the module for a component. Raises MissingComponent if no module class is registered for its kind.
+
+    `options` are further arguments of the module class, such as the kernel of a mixer.
+    """
     return module_of(node)(node, *options)

@@ -61,7 +61,10 @@ class _SharedTransformerModule(nn.Module):
         return out
 
     def _raised(self, fused: FusedLinears, linears: tuple[Any, Any], x: Tensor) -> Tensor:
-        """Return the concatenated outputs of two linears, such as gate and up, for x."""
+        """Return the outputs of two linears, such as gate and up, for x, concatenated along the last dimension.
+
+        `fused` computes both in one matrix product, if the family's code does.
+        """
         return torch.cat(fused(linears, x) if self.spec.fused else [linear(x) for linear in linears], dim=-1)
 
     def _attended(self, lender: Any, x: Tensor, context: Context, cache: LayerCache | None) -> Tensor:

@@ -182,8 +182,9 @@ def ablate(
         offline: use local files and the hub's cache only.
         allow_pickle: also read .bin files (weights only).
         tell: called after every step, with the variant's name, the seed and the step.
-        ended: called after every run, with the variant's name, its number of tokens and the result.
-        progress: progress of tokenising, as in `tokenize`.
+        ended: called after every run, with the variant's name, the budget in tokens and the result.
+        progress: called during tokenisation after every piece of text, with its number of bytes and the number of bytes
+            of all texts.
 
     Raises:
         InvalidInput: the plan is not valid, or the runs in `out` belong to another plan.
@@ -263,9 +264,14 @@ class _Inputs:
 
         After this, only the runs themselves are expected to fail.
 
+        Args:
+            folder: the folder.
+            tell: see `ablate`. It is called by the object that makes the runs.
+            progress: see `ablate`.
+
         Returns:
-            An object that makes the runs; and for the base and every variant, by name, the model from which its runs
-            start.
+            An object that makes the runs; and a dictionary from the name of the base or of a variant to the model from
+            which its runs start.
         """
         held_out, length, vocabulary = self.plan.held_out, self.settings["context"], self.arms[0].spec.vocab_size
         windows = self.plan.windows(length)

@@ -278,7 +278,10 @@ def _windows(documents: Sequence[_Document], width: int, stride: int) -> list[_W
 
 @dataclass(frozen=True)
 class _Predictions:
-    """The predictions of a model that count, one for every token that is predicted, in the order of the text."""
+    """The losses and ranks of all predictions that a model makes in windows of text, in the order of the text.
+
+    Every token of a document except the first is predicted once.
+    """
 
     name: str
     spec: ModelSpec
@@ -392,7 +395,10 @@ def _edges_beyond(context: int, width: int) -> list[int]:
 def _predict(
     name: str, model: Decoder, documents: Sequence[_Document], windows: Sequence[_Window], tell: Callable[[str], None]
 ) -> _Predictions:
-    """Run a model on windows. Raise GptkitError if its logits are NaN."""
+    """Run a model on windows, and return its predictions. Raise GptkitError if its logits are NaN.
+
+    `tell` is called with a line about the progress, which names the model `name`.
+    """
     device, losses, ranks, done = model.embedding.weight.device, list[Tensor](), list[Tensor](), 0
     for length, same_length in groupby(windows, key=lambda window: window.length):
         group, together = list(same_length), max(1, TOGETHER // length)

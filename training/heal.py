@@ -138,10 +138,11 @@ def heal(
         data: text files, or one folder that `tokenize` wrote with the teacher's tokenizer.
         out: the folder to make. The checkpoints and measurements of the runs are in the folder `out`.healing.
         options: how to train; see `HealOptions`.
-        on_start: called before training with the field `trained` of the options, and with the losses of the teacher and
-            of the changed model on the held-out text.
+        on_start: called before training with three arguments: `HealOptions.trained`, and the measurements of the
+            teacher and of the changed model on the held-out text.
         tell: called after every step, with the name of the run and the step.
-        progress: progress of tokenising, as in `tokenize`.
+        progress: called during tokenisation after every piece of text, with its number of bytes and the number of bytes
+            of all texts.
         fields: fields of `HealOptions`, which take precedence over `options`.
 
     Raises:

@@ -43,9 +43,10 @@ def swap(
     watched: Callable[..., Healed] = heal,
     **options: Any,
 ) -> SwapResult:
-    """Swap components as `surgery.swap` does, and heal the result with `watched` if the recipe has a heal step.
+    """Swap components of a checkpoint with `surgery.swap`. If the recipe has a heal step, train the result afterwards.
 
     With `resume`, an interrupted healing continues. The swaps before it are carried out again, with identical bytes.
+    `watched` is called instead of `heal`, with the same arguments. A command can pass a function that shows progress.
     """
     content = None if recipe is None else read_recipe(recipe)
     run = partial(exchange, model, recipe=recipe, dry_run=dry_run, **options)

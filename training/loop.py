@@ -161,7 +161,7 @@ class Run:
 
     @property
     def ends_averaged(self) -> bool:
-        """Whether the averaged parameters have a lower held-out loss than the model had at every evaluation."""
+        """Whether the last averaged parameters have a lower held-out loss than all parameters without averaging."""
         averaged = self.curve[-1]["averaged"]
         return averaged is not None and bool(averaged < min(entry["held_out"] for entry in self.curve))
 
@@ -589,7 +589,10 @@ FLOOR = 0.1
 
 
 def decays(parameter: Parameter) -> bool:
-    """Return whether weight decay applies to a parameter."""
+    """Return whether weight decay applies to a parameter.
+
+    It applies to the matrices of linear layers and to kernels, but not to embeddings, gains and biases.
+    """
     return len(parameter.shape) > 1 and parameter.role in _DECAYING
 
 

@@ -105,7 +105,10 @@ class TrainOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class HealOptions(RunOptions):
-    """The options of `heal`. By default a run has the tokens of the text, but at least 20,000 and at most 400,000."""
+    """The options of `heal`.
+
+    By default, a run trains on as many tokens as the text has, but at least 20,000 and at most 400,000.
+    """
 
     rate: float | None = None
     """AdamW's highest learning rate for the healed model; by default, short trials choose it. The control's rate is
@@ -199,10 +202,19 @@ def windows_of(batch: int | None, length: int, tokens: int | None, parts: int, s
 def settings_of(
     windows: int, length: int, tokens: int | None, seconds: float | None, *, every: int | None, **others: Any
 ) -> Settings:
-    """Return the settings of a run with a budget in tokens or in seconds. `others` are further fields of `Settings`.
+    """Return the settings of a run with a budget in tokens or in seconds.
+
+    Args:
+        windows: windows per step.
+        length: tokens per window.
+        tokens: the budget in tokens, or None.
+        seconds: the budget in seconds, or None.
+        every: steps between two evaluations. By default there are about ten evaluations, or one every 100 steps if the
+            budget is a time.
+        others: the other fields of `Settings`.
 
     Raises:
-        UsageError: there are two budgets or none, or a number is out of the range that makes sense.
+        UsageError: there are two budgets or none, or a number is out of its range.
     """
     if (tokens is None) == (seconds is None):
         raise UsageError("training needs exactly one of --tokens and --time", "For example: --tokens 1M, or --time 10m")

@@ -84,14 +84,15 @@ def trial_steps(steps: int) -> int:
 def next_run(first: float, start: float, trials: Sequence[Trial]) -> tuple[float, bool]:
     """Return the learning rate of the next run, and whether this run is on trial.
 
-    A run on trial is evaluated after its first steps, and abandoned if its loss is then too high. The rules are:
+    A run on trial is evaluated after its first steps, and abandoned if its loss is then too high. Every trial has a
+    lower rate than the trial before it. The rules are:
 
-    1. The first run has the rate `first`, and is on trial.
-    2. If the trial before the last one, which had a higher rate, had a finite loss, and the last one is not better by
-       `MARGIN`, the next run has that higher rate, and is not on trial.
-    3. If the last trial's loss is below `start`, the loss before training, or after `TRIES` trials, the next run has
-       the rate of the last trial, and is not on trial.
-    4. Otherwise the next run has a lower rate, and is on trial.
+    1. If there are no trials yet, the rate is `first`, and the run is on trial.
+    2. If the last trial lowered the loss of the previous one by less than the share `MARGIN`, the rate is that of the
+       previous trial, and the run is not on trial. This needs a finite loss of the previous trial.
+    3. If the last trial's loss is below `start`, or there were `TRIES` trials, the rate is that of the last trial, and
+       the run is not on trial.
+    4. Otherwise the rate is that of the last trial, divided by `FACTOR`, and the run is on trial.
 
     Args:
         first: the rate of the first run.

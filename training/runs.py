@@ -84,7 +84,7 @@ class Outcome(Record):
 
 
 def stores_in(folder: Path, group: Group) -> list[Store]:
-    """Return the unfinished runs in the folder with the training runs of a call of `heal`."""
+    """Return the unfinished runs of a call of `heal`. `folder` contains a folder for every run of the call."""
     return [Store(path.parent, group) for path in sorted(folder.glob(f"*/{RUN}"))]
 
 
@@ -292,7 +292,7 @@ class Runs:
         Args:
             name: the kind of run, such as "healed".
             model: the model, of which copies are trained.
-            arguments: the further arguments of `_attempt`.
+            arguments: `start`, `loss_of`, `first` and `train`; see `_attempt`.
 
         Returns:
             The trained copy of the model, the totals of its run, its learning rate, the trials, and the seconds of the

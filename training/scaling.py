@@ -152,14 +152,15 @@ def fit_scaling(
 
     Args:
         runs: folders that `ablate` wrote, or points.
-        flops: budgets for which to predict the best parameters and tokens.
+        flops: budgets, in FLOPs, for which to predict the best numbers of parameters and tokens.
         drawn: the number of bootstrap samples for the intervals; 0 computes no intervals.
         seed: the seed of the bootstrap samples.
 
     Raises:
         UsageError: the runs are too few, or all of one size or one number of tokens; the loss does not fall with more
             parameters or with more tokens; the runs healed changed models, or had different texts; a budget is not a
-            positive number, or its best run is more than `FARTHEST` times beyond the range of the runs.
+            positive number, or the best number of parameters or tokens for it is more than `FARTHEST` times beyond
+            those of the runs.
     """
     for budget in flops:
         if not 0 < budget < math.inf:

@@ -137,10 +137,18 @@ class Store:
         best: int | None = None,
         extra: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Write a checkpoint of the model, the optimizer and the tensors in `extra` after a step.
+        """Write a checkpoint after a step, and remove the earlier ones.
 
-        Earlier checkpoints are removed, except that of the step `best`. If writing fails, raise GptkitError; the last
-        checkpoint then stays.
+        Args:
+            step: the number of the step.
+            about: the content of state.json: the progress of the run.
+            model: the model.
+            optimiser: the optimiser.
+            best: the step of an earlier checkpoint that is not removed.
+            extra: more tensors to store, such as averaged parameters.
+
+        Raises:
+            GptkitError: writing failed. The last checkpoint stays.
         """
         path = self._folder_of(step)
         partial = path.with_suffix(".partial")
@@ -307,8 +315,8 @@ def claim(
 ) -> None:
     """Lock a folder of runs until `stack` is closed, so that no other call uses it.
 
-    If no run is to be resumed, earlier runs in the folder are removed, because new tokens may replace those that they
-    read. When `stack` is closed, the files of runs that never started are removed.
+    If no run is to be resumed, all runs in the folder are removed, because this call may replace the tokens on which
+    they were trained. When `stack` is closed, the files of runs that never started are removed.
 
     Args:
         stack: the stack whose end releases the lock.

@@ -149,7 +149,8 @@ def train(
         options: how to train; see `TrainOptions`.
         on_start: called with a description of the run before its first step.
         tell: called after every step.
-        progress: progress of tokenising, as in `tokenize`.
+        progress: called during tokenisation after every piece of text, with its number of bytes and the number of bytes
+            of all texts.
         fields: fields of `TrainOptions`, which take precedence over `options`.
 
     Raises:
