@@ -38,7 +38,7 @@ def doubts_of(
     """Yield the uncertain properties of a draft, each with other values to try. The likeliest to be wrong come first.
 
     Args:
-        draft: The draft.
+        draft: The draft, whose options have not been tried yet.
         config: The checkpoint's config.json.
         names: The checkpoint's tensor names and shapes.
         rivals: The other supported families, the one most similar to the checkpoint first.
@@ -60,10 +60,10 @@ def doubts_of(
 
 
 def _whole_families(draft: Draft, roles: set[str], rivals: Sequence[Donor]) -> Doubt:
-    """Return one doubt about all arguments of the draft that neither tensor names nor config fields determine.
+    """Return the doubt about all arguments of the draft that neither tensor names nor config fields determine.
 
-    Each of its options copies all these arguments from one other family with the same kind of norm. `roles` are the
-    properties that config fields give.
+    Each option copies all these arguments from one of the other families (`rivals`) with the same kind of norm. `roles`
+    are the properties that config fields determine, such as "heads".
     """
     options = []
     for donor in [rival for rival in rivals if rival.decoder.norm is draft.arguments["norm"]]:
@@ -114,9 +114,10 @@ def _field_meanings(draft: Draft, config: Mapping[str, Any], roles: set[str], wo
 
 
 def _by_layer(draft: Draft, config: Mapping[str, Any], rivals: Sequence[Donor], words: KnownNames) -> Doubt:
-    """Return the doubt about how the family reads from the config in what its layers differ.
+    """Return the doubt about the differences between layers, such as which layers have a window.
 
-    One option for each other family copies its way to read this. Another option is that layers do not differ.
+    Each option but one copies from another family the rules by which it reads these differences from the config. The
+    remaining option is that all layers are equal.
     """
     donors = [
         donor for donor in (draft.skeleton, *rivals) if donor.decoder.layers not in (None, draft.arguments["layers"])
@@ -156,16 +157,16 @@ def _fixed(draft: Draft, roles: set[str], words: KnownNames) -> Iterator[Doubt]:
 
 
 def _layers_of(donor: Donor, rotary: RotaryKind) -> dict[str, Any]:
-    """Return the patch with which a draft reads differences between layers from the config as the family `donor` does.
+    """Return the patch that copies from the family `donor` how it reads differences between layers from the config.
 
-    `rotary` are the rotary arguments that the draft gets if the family has RoPE.
+    If the donor has RoPE, the patch sets the draft's RoPE to `rotary`. Otherwise it removes RoPE.
     """
     patch: dict[str, Any] = {f"arguments.{name}": getattr(donor.decoder, name) for name in ("layers", "written")}
     return patch | {"arguments.rotary": None if donor.decoder.rotary is None else rotary}
 
 
 def undecided(draft: Draft, config: Mapping[str, Any]) -> Draft:
-    """Add a TODO to a draft for every doubt that matters. This is for a model type that transformers does not have.
+    """Return the draft with a TODO for every doubt that matters, for a model type that transformers does not have.
 
     Without transformers' class, the options of a doubt cannot be compared. A doubt matters if one of its options
     computes another function of the same tensors.
@@ -203,9 +204,10 @@ def _gate_or_up(draft: Draft, names: Names, words: KnownNames) -> Iterator[Doubt
 
 
 def _as_many(leaf: Leaf, shape: Shape, counts: Mapping[str, int]) -> bool:
-    """Return whether a tensor of this shape has the same number of elements as the parameters that `leaf` stores in it.
+    """Return whether a tensor of this shape has as many elements as all parameters that `leaf` stores in it.
 
-    `counts` has the numbers of elements of the parameters, by name. If one is unknown, the answer is True.
+    `counts` has the number of elements of each parameter, by gptkit's name for it. If one is unknown, the answer is
+    True.
     """
     sizes = [counts.get(name.format(layer=0, expert=0)) for name in leaf.names]
     known = [count for count in sizes if count is not None]
@@ -223,9 +225,9 @@ def _readings(
     Args:
         template: The tensor's name, with "{layer}" for the layer number.
         shape: The shape of the tensor.
-        spec: The component tree that the draft reads from the config, if it can.
+        spec: The component tree that the draft reads from the config, or None if it cannot read the config.
         missing: The parameters of this tree that no other tensor stores.
-        draft: The draft.
+        draft: The draft, which says what the other tensors store.
         words: The tensor names of the supported families.
     """
     ending, used_names = template.rpartition(".")[2], shared_names(draft.leaves)

@@ -111,9 +111,11 @@ class _FieldTable:
                 self._add(name, meaning, f"as {self.skeleton.family.name} reads it")
 
     def add_or_declare(self, name: str, value: Any) -> None:
-        """Add a field with the meaning that it has in most families, or declare it irrelevant, or refuse other values.
+        """Add a config field to the table: as a field that is read, as irrelevant, or with values that are refused.
 
-        It is declared as in the nearest family, if that declares it, or else as in most families.
+        If the nearest family declares the field irrelevant or refuses values, the declaration is copied. Otherwise the
+        field gets the meaning that it has in most families, or if it has none, the declaration that most families have.
+        `value` is the field's value in the config. A declaration that refuses this value is not copied.
         """
         if name in self.fields or name in COMMON_IRRELEVANT or name in COMMON_REFUSED or name in self.aliases:
             return
@@ -245,9 +247,17 @@ def arguments_of(
     words: KnownNames,
     why: dict[str, str],
 ) -> dict[str, Any]:
-    """Guess the arguments of `DecoderFamily` other than its config fields. The reasons are added to `why`.
+    """Guess the arguments of `DecoderFamily` other than its config fields. Return them by name.
 
-    The other arguments are those of `fields_of`, and `fields` its result.
+    Args:
+        config: The checkpoint's config.json.
+        names: The checkpoint's tensor names and shapes.
+        leaves: Which parameters the tensors store, by tensor name.
+        fields: The meanings of the config fields, which `fields_of` returned.
+        known: transformers' classes for the model type, if there are any.
+        skeleton: The nearest supported family.
+        words: The tensor names and config fields of the supported families.
+        why: The reasons for the arguments are added to this dictionary.
     """
     shared, donor = shared_names(leaves), skeleton.decoder
     templates = {name: template for template, leaf in leaves.items() for name in leaf.names}
@@ -343,7 +353,10 @@ def _value(config: Mapping[str, Any], known: Known | None, fields: Mapping[str, 
 
 
 def has(arguments: Mapping[str, Any], role: str) -> bool:
-    """Return whether the draft's components have a property, such as "attention.window" (component kind and field)."""
+    """Return whether the components of a draft have the field `role`, such as "attention.window" (kind and field).
+
+    `arguments` are the draft's arguments of `DecoderFamily`, which determine the classes of its components.
+    """
     part, _, name = role.partition(".")
     kinds = {"norm": arguments["norm"], "feed_forward": arguments["inner"], "attention": arguments["mixer"]}
     if part == "mixture":
@@ -352,9 +365,10 @@ def has(arguments: Mapping[str, Any], role: str) -> bool:
 
 
 def rotary_of(kind: RotaryKind, config: Mapping[str, Any], known: Known | None, words: KnownNames) -> RotaryKind:
-    """Return the arguments for RoPE with the defaults of transformers' config class for the base and the rotated share.
+    """Adapt a family's RoPE arguments (`kind`) to a model type, and return them.
 
-    If only a share of a head is rotated, the name of the config field for this share is added.
+    The base and the rotated share of a head get the defaults of transformers' config class. If the config has a field
+    for this share, its name is added.
     """
     stated = {**(known.defaults if known else {}), **config}
     inner = stated.get("rope_parameters") or {}

@@ -68,9 +68,10 @@ def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known |
 
 
 def _fitted(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
-    """Try the options of a draft's doubts one by one, and keep an option if the draft then fits the checkpoint better.
+    """Return the draft with those options of its doubts that make it fit the checkpoint better.
 
-    It fits better if it explains more tensor names, shapes and config fields.
+    The options are tried one by one. One is kept if the draft then explains more tensor names, shapes and config
+    fields.
     """
     best = _strangeness(draft, config, names)
     for doubt in [doubt for doubt in draft.doubts if doubt.what != UNDETERMINED] * 2:
@@ -205,9 +206,9 @@ def _gate_and_up(names: Names, leaves: Mapping[str, Leaf]) -> Iterator[tuple[str
 
 
 def _as_named(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
-    """Correct the draft by the tensor names: whether there are biases, and whether the head is tied.
+    """Return the draft with the biases, and the tied or untied head, that the checkpoint's tensor names show.
 
-    Tensor names overrule config fields that say something else.
+    Tensor names overrule config fields. If a config field contradicts them, the draft gets a TODO.
     """
     shared, todo, why = shared_names(draft.leaves), dict(draft.todo), dict(draft.why)
     spec = tree_of(draft, config)
@@ -271,7 +272,7 @@ def _unread(draft: Draft, config: Mapping[str, Any]) -> list[str] | None:
 
 
 def accounted(draft: Draft, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Draft:
-    """Add a TODO to the draft for everything in the checkpoint that it does not explain.
+    """Return the draft with a TODO for everything in the checkpoint that it does not explain.
 
     These are tensors that do not fit, and config fields that nothing reads. For such a field, the draft also refuses
     all values except the checkpoint's.

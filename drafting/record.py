@@ -68,11 +68,11 @@ class Draft:
     doubts: tuple[Doubt, ...] = ()
 
     def modules(self) -> tuple[dict[str, tuple[str, str]], dict[str, Leaf]]:
-        """Divide the tensors into two groups: plain ones, which store one parameter unchanged, and all others.
+        """Divide the tensors into those that store one parameter unchanged, and all others. Return both groups.
 
-        Plain tensors are returned by the module's name in the checkpoint. The values are gptkit's name of the module,
-        and the name of one tensor of the module. The others are returned by tensor name, each with what it stores (its
-        leaf).
+        The first group is returned by module: the key is the module's name in the checkpoint, and the value has
+        gptkit's name of the module and the name of one of its tensors. The other tensors are returned by name, each
+        with what it stores (its leaf).
         """
         plain_modules: dict[str, tuple[str, str]] = {}
         other_leaves = {}
@@ -147,5 +147,8 @@ def cut(spec: ModelSpec) -> ModelSpec:
 
 
 def shared_names(leaves: Mapping[str, Leaf]) -> set[str]:
-    """Return the names of all parameters that these tensors store, as gptkit names them in every family."""
+    """Return the names of all parameters that the tensors store: gptkit's names for them, not those of the checkpoint.
+
+    `leaves` says what each tensor stores, by its name in the checkpoint.
+    """
     return {name for leaf in leaves.values() for name in leaf.names}

@@ -48,7 +48,7 @@ def source_of(draft: Draft, head: Sequence[str]) -> str:
 
 
 def _decoder_lines(draft: Draft, write: "_Writer") -> list[str]:
-    """Return the source lines that define FIELDS and DECODER."""
+    """Return the source lines that define FIELDS and DECODER. `write` converts values into expressions."""
     fields = _entries(
         draft, "fields", {write.value(name): write.value(field) for name, field in draft.fields.items()}, draft.fields
     )
@@ -73,7 +73,7 @@ def _decoder_lines(draft: Draft, write: "_Writer") -> list[str]:
 
 
 def _leaf_lines(draft: Draft, write: "_Writer") -> list[str]:
-    """Return the source lines that define MODULES and LEAVES."""
+    """Return the source lines that define MODULES and LEAVES. `write` converts values into expressions."""
     modules, others = draft.modules()
     named = _entries(
         draft,
@@ -86,7 +86,7 @@ def _leaf_lines(draft: Draft, write: "_Writer") -> list[str]:
 
 
 def _family_lines(draft: Draft, write: "_Writer") -> list[str]:
-    """Return the source lines that define FAMILY."""
+    """Return the source lines that define FAMILY. `write` converts values into expressions."""
     more = dict(draft.more)
     positional = [write.value(draft.model_type), write.value(more.pop("hf_class")), "LEAVES"]
     eager, irrelevant, refusals = more.pop("eager", False), more.pop("irrelevant"), more.pop("refused")
@@ -120,13 +120,14 @@ def _has_entry(place: str, draft: Draft) -> bool:
 def _entries(draft: Draft, part: str, texts: Mapping[str, str], names: Any, sign: str = ": ") -> list[str]:
     """Return the source lines of the entries of a dictionary, or of the arguments of a call.
 
-    An entry comes after two comments: the reason for the entry, and its TODO, if the draft has them.
+    Two comments come before an entry: the reason for it (`draft.why`), and its TODO (`draft.todo`), if they exist. Both
+    are looked up under the key "PART.NAME", such as "fields.n_head".
 
     Args:
-        draft: The draft.
-        part: The first part of the keys of reasons and TODOs in the draft, such as "fields" in "fields.NAME".
+        draft: The draft with the reasons and TODOs.
+        part: PART, the first part of this key.
         texts: The source text of each value, by the source text of its key or argument name.
-        names: The second parts of the keys in the draft, in the same order.
+        names: NAME, the second part of this key, for each entry in the order of `texts`.
         sign: The text between key and value.
     """
     lines = []
@@ -222,9 +223,9 @@ def _places() -> dict[int, str]:
 
 
 def _references() -> Iterator[tuple[int, str]]:
-    """Yield the `id` of every value in supported families' definitions that is not plain data, such as a function.
+    """Yield the `id` of each function or other object in the supported families' definitions that is not plain data.
 
-    With it comes the place by which a definition file can refer to the value, "module:path".
+    Each comes with the place, "module:path", from which a definition file can import it.
     """
     for name, module in list(sys.modules.items()):
         if not name.startswith(f"{families.__name__}."):
@@ -240,9 +241,9 @@ def _references() -> Iterator[tuple[int, str]]:
 
 
 def _references_in(table: DecoderFamily, place: str) -> Iterator[tuple[int, str]]:
-    """Yield the `id` of every value in one family's definition that is not plain data, and its place, "module:path".
+    """Yield the `id` of each function or other object in one family's definition that is not plain data.
 
-    `table` is the definition, and `place` its own place.
+    Each comes with its place, "module:path". `table` is the definition, and `place` the place of the definition itself.
     """
     plain = (str, int, float, bool, tuple, list, type(None), type)
     for part in ("layers", "recurrent", "mixtures", "written", "norms"):

@@ -111,7 +111,10 @@ class Case:
         return {**defaults, **self.config}
 
     def model(self, dtype: torch.dtype, attention: str) -> Any:
-        """Build transformers' model. Its weights are random, and about as large as trained weights."""
+        """Build transformers' model. Its weights are random, and about as large as trained weights.
+
+        `attention` is transformers' attention implementation, "eager" or "sdpa".
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = self._class._from_config(self._config(), dtype=dtype, attn_implementation=attention).eval()
@@ -346,7 +349,7 @@ def settled(draft: Draft, case: Case, words: KnownNames) -> Draft:
 
 
 def _by_layer(draft: Draft) -> Iterator[Draft]:
-    """Yield the draft with other ways to read from the config in what its layers differ, as in other families."""
+    """Yield variants of the draft that read the differences between layers from the config as other families do."""
     yield from (draft.patched(patch) for doubt in draft.doubts if doubt.what == BY_LAYER for _, patch in doubt.options)
 
 
@@ -376,9 +379,15 @@ def _meanings(draft: Draft, name: str, words: KnownNames) -> Iterator[Draft]:
 
 
 def _at_one_value(draft: Draft, name: str, case: Case, other: str) -> Draft:
-    """Make the draft refuse all values of a config field but the checkpoint's, because another value gave wrong logits.
+    """Return the draft with all values of a config field refused but the checkpoint's, since another gave wrong logits.
 
-    `other` is this value, for the message. For sizes of the whole model, such as the hidden size, only a TODO is added.
+    For sizes of the whole model, such as the hidden size, only a TODO is added.
+
+    Args:
+        draft: The draft, which gives the right logits with the checkpoint's value.
+        name: The name of the field.
+        case: The checkpoint's config.
+        other: The other value as text, for the TODO.
     """
     field, value = draft.fields[name], case.full.get(name)
     todo = {
@@ -428,11 +437,11 @@ def proved(
 
     Args:
         family: The family, as the definition file defines it.
-        draft: The draft.
+        draft: The draft from which the file was written.
         config: The checkpoint's config.json.
         shapes: The shapes of the checkpoint's tensors, by name.
         case: transformers' model to compare with, or None if there is none.
-        note: Why there is none, or how much its logits differ.
+        note: A phrase for the result of the logits test: why there is no such model, or how much its logits differ.
     """
     known, small = draft.known, config if case is None else case.full
     if case is None and sum(map(math.prod, shapes.values())) > _PARAMETERS:

@@ -145,9 +145,9 @@ class KnownNames:
         return {name: _voted(pairs, repr) for name, pairs in by_name.items()}
 
     def fixed(self) -> dict[str, list[Meaning]]:
-        """Return the properties that are constant in some families, so that no config field gives them.
+        """Return the constants that the supported families have for properties that no config field gives, by property.
 
-        The meanings have their values in these families.
+        An example of such a property is "norm.gain".
         """
         by_role: dict[str, list[tuple[Any, str]]] = {}
         for donor in self.donors:

@@ -237,10 +237,10 @@ def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architect
 
 
 def _into(model: Model, spec: ModelSpec, architecture: Architecture) -> Swapped | None:
-    """Return the step that gives a model the components `spec`, as a family's config describes the same model.
+    """Return the step that changes a model to `spec`, the form in which the family `architecture` can express it.
 
-    The step adds biases of zeros that the family needs, and removes those that it lacks. Return None if the components
-    are the same.
+    The step adds biases of zeros that the family needs, and removes those that it lacks. Return None if the model has
+    this form already.
     """
     if spec == model.spec:
         return None
@@ -277,9 +277,9 @@ def _kinds(names: Sequence[str]) -> str:
 
 
 def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, Chain]:
-    """Return the Hugging Face family for the result of a chain, and the chain with the step that `leave` adds.
+    """Return the Hugging Face family for the result of a chain, and the chain with one more step if that needs it.
 
-    Raises the errors of `leave`.
+    Both come from `leave`, which also raises the errors. `to` says which families are allowed, as in `leave`.
     """
     model = done.models[-1]
     architecture, step = leave(model, source.origin.family, to)

@@ -39,7 +39,16 @@ def measured_from_files(
 ) -> Measurement:
     """Compare the logits of the written files with the original's, on gptkit's test inputs and on the text, if any.
 
-    Raises GptkitError if the swaps are declared exact but are not, and InvalidInput if logits are not finite.
+    Args:
+        source: The original checkpoint.
+        done: The swap steps that ran.
+        stored: The dtype in which computed tensors are stored, such as "F64".
+        folder: The folder with the written files.
+        text: Token ids in the vocabulary of the original.
+
+    Raises:
+        GptkitError: The swaps are declared exact but are not.
+        InvalidInput: Logits are not finite.
     """
     written = StoredModel(open_checkpoint(folder))
     measurement = measure(done.against, written, promise=done.promise, text=text)
@@ -64,9 +73,10 @@ def measured_from_files(
 
 
 def steps_alone(done: Chain, text: CalibrationText | None) -> tuple[Measurement, ...]:
-    """Measure each step alone: compare the model after the step with the model before it, in fp64.
+    """Measure each step of a chain alone: compare the model after the step with the model before it, in fp64.
 
-    Tensors are not rounded to the dtype in which they are stored.
+    The models are also compared on the last part of `text`, on which no step was fitted. Tensors are not rounded to the
+    dtype in which they are stored.
     """
     measurements = []
     for before, swapped, after in zip(done.models, done.swapped, done.models[1:], strict=False):
@@ -78,14 +88,20 @@ def steps_alone(done: Chain, text: CalibrationText | None) -> tuple[Measurement,
 
 
 def _require_exact(done: Chain, stored: str, measurement: Measurement, rounds: bool) -> None:
-    """Raise GptkitError if a swap that is declared exact is not.
+    """Raise GptkitError if swaps that are declared exact are not.
 
-    If the written files store the computed tensors without rounding, exactness is measured from the files, in fp64 and
-    fp32. If the files round them (`rounds`), exactness in fp64 is measured from the tensors before rounding, and files
-    in fp32 must still be exact in fp32.
+    Usually this is decided by the measurement of the written files, in fp64 and fp32. If the files store tensors in a
+    narrower dtype than fp64, the fp64 error is measured again, from the tensors before rounding. The fp32 error then
+    counts only if the files are in fp32.
 
     In a model with a large mean in its residual stream, or with layers that amplify errors, rounding alone may exceed
     the fp32 bound. This is an error too, and the message names fp32.
+
+    Args:
+        done: The swap steps that ran.
+        stored: The dtype in which computed tensors are stored, such as "F64".
+        measurement: The comparison of the written files with the original.
+        rounds: Whether some tensor is computed by the swaps, or converted to another dtype when it is written.
     """
     errors = dict(measurement.relative)
     if stored != "F64" and rounds:

@@ -64,9 +64,12 @@ def guarantee_of(changed: int, layers: int) -> Guarantee:
 
 
 def tensors_of(path: str, record: Component, *parts: str) -> list[str]:
-    """Return the tensor names of a component. With `parts`, such as "q_proj", return only the tensors of these parts.
+    """Return the names of a component's tensors in the model.
 
-    `path` is the path of the component in the model.
+    Args:
+        path: The path of the component in the model, such as "blocks.3.attention".
+        record: The component.
+        parts: The modules whose tensors to return, such as "q_proj". By default, all tensors are returned.
     """
     shapes = list(record.shapes())
     return [f"{path}.{name}" for part in parts or [""] for name in shapes if not part or name.startswith(f"{part}.")]
@@ -147,15 +150,18 @@ def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | 
 
 
 def with_blocks(spec: ModelSpec, changed: Mapping[int, Block], **fields: Any) -> ModelSpec:
-    """Return the model with new blocks in some layers (`changed`), and with new values of the fields `fields`."""
+    """Return the model with other blocks in some layers. `changed` has the new blocks by layer.
+
+    `fields` has new values of other fields of the model, such as `context_length`.
+    """
     blocks = tuple(changed.get(layer, block) for layer, block in enumerate(spec.blocks))
     return replace(spec, blocks=blocks, **fields)
 
 
 def with_mixers(spec: ModelSpec, changed: Mapping[int, Any], **fields: Any) -> ModelSpec:
-    """Return the model with a new attention or feed-forward in some layers, and new values of the fields `fields`.
+    """Return the model with another attention or feed-forward in some layers. `changed` has them by layer.
 
-    `changed` has the new attention or feed-forward by layer.
+    `fields` has new values of other fields of the model, such as `context_length`.
     """
     return with_blocks(spec, {i: spec.blocks[i].replaced(**{new.slot: new}) for i, new in changed.items()}, **fields)
 
@@ -180,7 +186,8 @@ class _Linear(NamedTuple):
 def linears(block: Block, path: str, *wanted: Role) -> Iterator[_Linear]:
     """Yield the linear layers of a block whose weights have one of the roles `wanted`, in the order of its sub-layers.
 
-    `path` is the path of the block, such as "blocks.3".
+    A role is for example "reads" or "writes" (see `components.base.Role`). `path` is the path of the block, such as
+    "blocks.3".
     """
     first = ""
     for sublayer in block.sublayers:
@@ -389,9 +396,9 @@ def slopes(attention: Grouped, heads: int) -> list[float] | None:
 
 
 def choice_of(attention: Grouped, heads: Sequence[int]) -> HeadChoice:
-    """Choose the given old query heads, in this order, for a new attention, and the key-value heads that they read.
+    """Return the choice of some old query heads, in this order, and of the key-value heads that they read.
 
-    With ALiBi, a head moves to the place that has its slope.
+    With ALiBi, only the number of `heads` counts: every new head is the old head with the same slope.
     """
     old, keys = attention.heads, key_heads(attention)
     before, after = slopes(attention, old), slopes(attention, len(heads))
@@ -418,8 +425,9 @@ def remaining(
         units: The sets of query heads that can be removed together: single heads, or whole groups.
         new: The number of query heads that stay.
         new_keys: The number of key-value heads that stay.
-        costs: The cost of removing each head. Or a function of the remaining heads, which returns a function of a set
-            of heads, which returns the cost of removing this set.
+        costs: The cost of removing each head, (heads,). If the cost depends on the heads that are left, this is a
+            function instead. It is called with these heads, and returns a second function: from a set of heads to the
+            cost of removing it.
 
     Returns:
         The numbers of the heads that stay.

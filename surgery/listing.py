@@ -74,11 +74,11 @@ class Listing:
 
 
 def values_of(swap: Swap, spec: ModelSpec) -> Iterator[str]:
-    """Yield the values of a swap's option to try on a model.
+    """Yield the values of a swap's option that `gptkit swaps` tries on a model.
 
-    These are the examples that the swap gives for the model. If there are none, it is the only value of the swap, such
-    as "rmsnorm", so that trying it gives the reason why it is not possible. Patterns such as "gqa:N", and values with a
-    colon, are then not tried.
+    These are the examples that the swap gives for the model. If it gives none, but has a fixed value, such as
+    "rmsnorm", this value is tried, to show the reason why the swap is impossible. For other values, such as "gqa:N" or
+    "silu:fit", nothing is then tried.
     """
     try:
         examples = list(dict.fromkeys(swap.examples(spec)))
@@ -89,7 +89,7 @@ def values_of(swap: Swap, spec: ModelSpec) -> Iterator[str]:
 
 
 def listing(source: Checkpoint) -> Listing:
-    """Try every swap on an opened checkpoint. Raises InvalidInput if weights are not finite."""
+    """Try every swap on an opened checkpoint, and return the results. Raises InvalidInput if weights are not finite."""
     from .base import StoredModel
     from .fits.calibration import Calibration, read_text
 
@@ -117,17 +117,15 @@ def listing(source: Checkpoint) -> Listing:
 def _tried(
     model: StoredModel, swap: Swap, value: str, text: Calibration | None, before: Costs, unfit: GptkitError | None
 ) -> Listed:
-    """Try a swap on a model.
+    """Try a swap with one value of its option on a model, and return the result. Raises an error if it is not possible.
 
     Args:
-        model: The model.
-        swap: The swap.
-        value: The value of its option.
+        model: The model before the swap.
+        swap: The swap to try.
+        value: The value of the swap's option.
         text: The text to fit on, or None. Without a text, a swap that is fitted gets the verdict "needs a text".
-        before: The costs of the model.
+        before: The costs of the model before the swap.
         unfit: The error to raise if the swap needs a fit, because the model does not allow fits.
-
-    Raises the swap's errors if it is not possible.
     """
     from .shapes import without_text
 
@@ -147,7 +145,10 @@ def _tried(
 
 
 def limits_of(promise: Promise, before: ModelSpec) -> str:
-    """Describe the tokens and lengths for which a guarantee holds, such as "up to 1,024 tokens". "" means all."""
+    """Describe the tokens and lengths for which a guarantee holds, such as "up to 1,024 tokens".
+
+    Return "" if it holds for all tokens and the whole context length of the model before the swap (`before`).
+    """
     words = []
     if promise.length is not None and promise.length < usual_context(before):
         words.append(f"up to {promise.length:,} tokens")

@@ -58,7 +58,7 @@ class Option:
         return spelled(self.name)
 
     def synonyms(self) -> dict[str, list[str]]:
-        """Return for each word that a value may begin with the list of its synonyms."""
+        """Return the synonyms of the words with which a value may begin, by word."""
         parts = (entry.partition("=") for entry in self.words.split(";") if entry)
         return {ours.strip(): [name.strip() for name in names.split(",") if name] for ours, _, names in parts}
 
@@ -74,10 +74,10 @@ def spelled(name: str) -> str:
 
 
 def declared(path: Path) -> list[Option]:
-    """Read the options that a file of swaps declares. The file is not imported, since the import would need numpy.
+    """Return the options that a file of swaps declares in `OPTIONS`.
 
-    The file's `OPTIONS` may consist of constants and of names of this module. Only its `parts` contain functions, so
-    these fields stay empty here.
+    The file is not imported, since the import would need numpy. Only the declaration is evaluated, so it may use no
+    names except those of this module. The field `Option.parts` contains functions of the file, and stays empty here.
     """
     declaration = re.search(r"^OPTIONS = (\(.*?\))$(?=\n\S|\n*\Z)", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     if declaration is None:

@@ -138,9 +138,10 @@ def shipped() -> dict[str, Path]:
 
 
 def _find_recipe(reference: str | Path) -> Path:
-    """Find a recipe file: a bundled recipe by its name, a file by its path, or that of a folder that gptkit swap wrote.
+    """Return the path of a recipe file. Raises UsageError if there is none.
 
-    Raises UsageError if there is none.
+    `reference` is the name of a bundled recipe, the path of a recipe file, or a folder that gptkit swap wrote. For such
+    a folder, return the path of its manifest.json.
     """
     path = Path(reference).expanduser()
     if path.is_dir() or path.name == LOCAL_CONFIG:
@@ -292,8 +293,8 @@ _PART = re.compile(r"([a-z]*[:+]?)(?:(\d{1,6}(?:\.\d{1,6})?)%|(\d{1,6})/([1-9]\d
 def plain(step: Step, spec: ModelSpec) -> Step:
     """Replace a share in a step's value by the number for this model: "gqa:1/2" becomes "gqa:4" if it has 8 heads.
 
-    Steps without a share are unchanged. Raises SwapRefused if the result is not a whole number, if the model's layers
-    have different numbers of heads (or what the share is of), or if the model has none.
+    Steps without a share are unchanged. Raises SwapRefused if the result is not a whole number, if the model has none
+    of what the share is of (such as heads), or if its layers have different numbers of it.
     """
     match = _PART.fullmatch(step.value)
     whole = None if match is None else parts().get((step.option, match[1]))

@@ -225,7 +225,10 @@ class Swap:
         return re.sub(r"\b[A-Z]+\b", lambda word: known.get(word[0], word[0]), self.gives)
 
     def matches(self, value: str) -> re.Match[str] | None:
-        """Return a match if `value` requests this swap, with a group for each upper-case placeholder of `form`."""
+        """Return a match if `value` requests this swap, or None.
+
+        The match has a group for every placeholder of the swap's value, such as N in "gqa:N".
+        """
         parts = re.split(r"([A-Z]+)", self.form)
         pattern = "".join("(.+)" if part.isupper() else re.escape(part) for part in parts)
         return re.fullmatch(pattern, value, re.DOTALL)
@@ -285,9 +288,10 @@ def all_options() -> tuple[Option, ...]:
 
 
 def parts() -> dict[tuple[str, str], tuple[str, Callable[[ModelSpec], set[int | None]]]]:
-    """Return the quantities of which a share may be requested, as in "layers = auto:75%" (see `Option.parts`).
+    """Return the quantities of which an option's value may be a share, as in "layers = auto:75%".
 
-    The keys are pairs of an option and the text before the number, such as ("layers", "auto:").
+    The keys are pairs of an option and the text before the number, such as ("layers", "auto:"). A value has the name of
+    the quantity, and a function that returns the numbers of it that occur in a model (see `Option.parts`).
     """
     declared_options = (option for module in _modules() for option in getattr(module, "OPTIONS", ()))
     return {(option.name, before): part for option in declared_options for before, part in option.parts.items()}
@@ -320,9 +324,10 @@ def _understood(option: str, value: str) -> str:
 
 
 def nearest(option: str, value: str, forms: Iterable[str] = ()) -> str | None:
-    """Return a valid value that is similar to a mistyped value of an option, or None.
+    """Return the value that the user probably meant by a mistyped value of an option, or None if none is similar.
 
-    It is one of `forms`, or a word that the option knows.
+    This is a word with which the option's values may begin. If one of `forms`, such as "gqa:N", begins with that word,
+    the form is returned instead.
     """
     declaration = option_of(option)
     known = {form.partition(":")[0]: form for form in forms if not form.isupper()}
@@ -463,9 +468,15 @@ def _of_both(spec: ModelSpec, asked: Asked, swap: Swap) -> Swapped:
 
 
 def apply(model: Model, step: Step, *, files: Path | None = None, **given: Any) -> Swapped:
-    """Run one step on a model with weights, as `reshape` does. Questions about weights are answered from these weights.
+    """Run one step on a model with weights. Return its result, in which no tensor is computed yet.
 
-    No tensor of the result is computed yet. `given` are further fields of `Asked`.
+    The swap's questions about weights are answered from the model. Errors are those of `reshape`.
+
+    Args:
+        model: The model before the step.
+        step: The requested step.
+        files: The folder with the tokenizer. It is not used if its files may belong to another model (see `origin_of`).
+        given: Further fields of `Asked`, such as `calibration`.
     """
     from .base import Read, origin_of
 
@@ -476,9 +487,15 @@ def apply(model: Model, step: Step, *, files: Path | None = None, **given: Any) 
 def reshape(spec: ModelSpec, step: Step, weights: WeightFacts, **given: Any) -> Swapped:
     """Run one step on a model's components. Return the new components, and instructions for computing the new tensors.
 
-    `weights` answers the swap's questions about the weights, and `given` are further fields of `Asked`. Raises
-    SwapRefused, with the reason and an alternative, if a precondition does not hold. Raises UsageError for an unknown
-    swap, value or layer.
+    Args:
+        spec: The model before the step.
+        step: The requested step.
+        weights: The answers to the swap's questions about the model's weights.
+        given: Further fields of `Asked`, such as `calibration`.
+
+    Raises:
+        SwapRefused: A precondition does not hold. The error has the reason and an alternative.
+        UsageError: The swap, the value or a layer is unknown.
     """
     swap = swap_for(step.option, step.value)
     if step.blocks is not None and not swap.by_layer:

@@ -125,7 +125,7 @@ def way_to(start: Expression, after: _After) -> Way:
     others are put into the order in which swaps run, if that works.
 
     Args:
-        start: The model as the family would express it, with the obstacles to that.
+        start: The obstacles that prevent the family from expressing the model before any swap.
         after: The function from `ways_from`, which runs swap steps on the model.
     """
 
@@ -236,6 +236,9 @@ def _remaining_in_words(ways: Sequence[Way]) -> list[str]:
 
 
 def _some(expression: Expression, most: int) -> str:
-    """Name at most `most` obstacles by the paths of the fields that differ. If there are more, add their number."""
+    """Return a phrase with the paths of the fields in which a model differs from a family, at most `most` of them.
+
+    If there are more, the phrase ends in their number. `expression` has the differences.
+    """
     paths = [obstacle.path for obstacle in by_layers(expression.standing, len(expression.spec.blocks))]
     return some_of(paths, most)

@@ -122,7 +122,7 @@ def _values_after(swapped: Swapped, known: Mapping[str, Value]) -> dict[str, Val
     """Return the contents of the new model's tensors, as far as they are known without weights, by name.
 
     A filled tensor has its known value, and a copied tensor has the content of its source. The content of a computed
-    tensor is an object of its own, which equals no other content.
+    tensor is an object of its own, which equals no other content. `known` has the contents of the old model's tensors.
     """
     contents: dict[str, Value] = {}
     for parameter in swapped.spec.parameters():

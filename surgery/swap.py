@@ -173,8 +173,8 @@ def swap(
             Other requested swaps run after it. A heal step is run by `training.healed`, which gptkit.swap calls.
         dtype: The dtype of computed tensors. Tensors that only move keep their dtype, except in Hugging Face files,
             which have one dtype. The default is float64 for an exact swap into gptkit's own format, so that exactness
-            can be measured from the files. Otherwise, and for merged adapters, it is the checkpoint's dtype. If a dtype
-            rounds, gptkit measures the rounding from the files, and exactness before it.
+            can be measured from the files. Otherwise, and for merged adapters, it is the checkpoint's dtype. If this
+            dtype rounds values, gptkit checks exactness before rounding, and measures the rounding from the files.
         resume: Continue the interrupted training (healing) of a recipe. Repeat the same call with this argument.
         force: Replace an existing checkpoint folder, in one step.
         dry_run: Describe the result. Nothing is computed or written.

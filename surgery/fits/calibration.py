@@ -64,7 +64,7 @@ class CalibrationText:
 
 
 class NoText(UsageError):
-    """The error that a swap needs a text and the user gave none. Only checkpoints of samples have a default text."""
+    """The error that a swap needs a text and the user gave none. Only gptkit's sample models have a default text."""
 
 
 def read_text(
@@ -158,7 +158,10 @@ class Calibration:
         return Calibration(replace(self.text, fitted=part[:tokens]), self.spec)
 
     def start(self, model: Model) -> tuple[Tensor, Context]:
-        """Embed the text. Return the input of the first layer, (rows, tokens, hidden), and the context for layers."""
+        """Embed the text. Return the input of the first layer, (rows, tokens, hidden), and the positions and masks.
+
+        All layers use these positions and masks (`Context`).
+        """
         rows, steps = self.ids.shape
         front = filled(partial(Front, model.spec), partial(tensor_of, Exactly(model)), torch.float32)
         with torch.no_grad():
@@ -175,9 +178,9 @@ class Calibration:
         If the caller changes the weights of a yielded layer, the later layers get the changed output.
 
         Args:
-            model: The model.
-            layers: The layers to yield. The default is all.
-            without: Layers to leave out of the model.
+            model: The model to run.
+            layers: The numbers of the layers to yield. The default is all.
+            without: The numbers of layers that are skipped, as if the model did not have them.
         """
         x, context = self.start(model)
         for index in range(len(model.spec.blocks) if layers is None else max(layers) + 1):
@@ -215,7 +218,7 @@ class CalibrationLayer:
 def run_block(block: BlockModule, x: Tensor, context: Context, *watched: str) -> _Run:
     """Run a block. Return its output, and for each module named in `watched` the pair of its input and output.
 
-    A module is named by its path in the block, such as "attention.o_proj".
+    A module is named by its path in the block, such as "attention.o_proj". `context` has the positions and masks.
     """
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 

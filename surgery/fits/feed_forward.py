@@ -37,11 +37,16 @@ def slopes(
 
 
 def pre_activations(layer: CalibrationLayer, dense: Dense, down: torch.Tensor) -> torch.Tensor:
-    """Sample `SAMPLES` inputs of a layer's activation function on the text.
+    """Sample `SAMPLES` inputs of a layer's activation function on the text. Return them as a vector.
 
-    An input is sampled more often if an error in its activation has more effect on the layer's output. The weight of an
-    input is the squared norm of the column of down_proj (`down`) that its activation is multiplied by. In a gated
-    feed-forward, it is also multiplied by the square of the output of up_proj.
+    Inputs whose error affects the layer's output more are sampled more often. The weight of an input is the squared
+    norm of the column of down_proj that multiplies its activation. In a gated feed-forward, it is also multiplied by
+    the square of up_proj's output.
+
+    Args:
+        layer: The layer with its input.
+        dense: The component of its feed-forward.
+        down: The weight of its down_proj, (hidden, n).
     """
     gated = "gate_proj.weight" in dense.shapes()
     _, seen = layer.run(*((_GATE, UP) if gated else (UP,)))

@@ -387,10 +387,11 @@ def refit_down(
         block: The block with its new attention. Its down projection is overwritten.
         student: The block's input in the new model.
         teacher_output: The block's output in the original model.
-        context: The context to run the block with.
+        context: The positions and masks of the text.
 
     Returns:
-        The new block's output, and the weight of its down projection, or None for a mixture of experts.
+        The new block's output, and the weight of its down projection. This weight is the old one if a norm follows, and
+        None for a mixture of experts.
     """
     if isinstance(block.feed_forward, MixtureOfExpertsModule):
         return run_block(block, student, context)[0], None

@@ -106,9 +106,16 @@ def least_needed(old: Wide, moments: Wide, units: int, size: int, ridge: float, 
 
 
 def _needed_units(old: Wide, rows: Wide, units: int, size: int) -> tuple[Index, Wide]:
-    """Choose the most needed inputs of a projection as `least_needed` does, and refit the projection to them.
+    """Choose the most needed inputs of a projection, and refit the projection to them.
 
-    `old` is the projection, and `rows` [tokens, n] are its inputs on the text.
+    Return the numbers of the chosen inputs, and the new projection. The inputs that come after the first `units`, such
+    as a bias, are not chosen but stay in the projection. `least_needed` says which inputs are needed.
+
+    Args:
+        old: The old projection [out, n].
+        rows: Its inputs on the text, [tokens, n].
+        units: The number of inputs to choose from.
+        size: The number of inputs to choose.
     """
     rest = np.arange(units, old.shape[1])
 
@@ -182,19 +189,17 @@ def _columns(heads: Sequence[int] | Index, size: int, old: Wide) -> Index:
 
 
 def _by_need(old: Wide, moments: Wide, size: int, ridge: float) -> Callable[[list[int]], Callable[[Index], float]]:
-    """Return the cost function that `layerwise.remaining` needs to choose the query heads to remove.
+    """Return the function by which `layerwise.remaining` finds the cost of removing query heads.
 
-    The cost of removing some heads is the mean squared error of o_proj's output after o_proj is refitted to the other
-    heads.
+    It is called with the heads that remain so far, and returns a second function. That is called with a set of heads,
+    and returns the cost of removing them: the mean squared error of o_proj's output after o_proj is refitted to the
+    other heads.
 
     Args:
         old: o_proj [hidden, heads · size], with one more column for a bias.
         moments: The second moment of its inputs on the text.
         size: The number of elements of a head.
         ridge: The ridge strength.
-
-    Returns:
-        A function of the remaining heads, which returns a function of the heads to remove, which returns their cost.
     """
 
     def costs(heads: list[int]) -> Callable[[Index], float]:

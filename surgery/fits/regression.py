@@ -70,11 +70,12 @@ def pool_mean(weights: Tensor) -> Tensor:
 
 
 def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Fit one value head V (d, e) for a group, and the columns O' (n, hidden, d) of the output projection that read it.
+    """Return one value head V (d, e) that replaces a group's, and the output projection's columns that read it.
 
-    It is a reduced-rank regression. With M = [O_g V_h(g)] Σ^½ stacked over the query heads g and B the first d right
-    singular vectors of M, V = Bᵀ Σ^-½ and O_g' = O_g V_h(g) Σ^½ B. This minimises Σ_g E|(O_g V_h(g) - O_g' V) z|² over
-    all V with d rows (Eckart-Young; Izenman 1975). It is lossless if the O_g V_h(g) together have rank d.
+    These columns are O' (n, hidden, d). The fit is a reduced-rank regression. With M = [O_g V_h(g)] Σ^½ stacked over
+    the query heads g and B the first d right singular vectors of M, V = Bᵀ Σ^-½ and O_g' = O_g V_h(g) Σ^½ B. This
+    minimises Σ_g E|(O_g V_h(g) - O_g' V) z|² over all V with d rows (Eckart-Young; Izenman 1975). It is lossless if the
+    O_g V_h(g) together have rank d.
 
     Args:
         values: The old value heads V_h, (m, d, e).
@@ -161,7 +162,10 @@ def fit_keys(
 
 
 def _fit_pairs(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Apply `fit_keys` to elements that are all rotated."""
+    """Return new queries (n, d, e) and one key head (d, e) for a group of heads that are rotated as a whole.
+
+    `fit_keys` calls this for the rotated part of heads. Its docstring describes the arguments and the method.
+    """
     root, inverse = square_roots(covariance, floor)
     readers = queries.shape[0] // keys.shape[0]
     q, k = _pairs(queries), _pairs(keys)  # complex: (n, p, e), (m, p, e)
@@ -179,7 +183,11 @@ def _fit_pairs(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) 
 
 
 def _fit_plain(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Apply `fit_keys` to elements without rotation."""
+    """Return new queries (n, d, e) and one key head (d, e) for a group of heads without rotation.
+
+    `fit_keys` calls this for the part of heads that is not rotated. Its docstring describes the arguments and the
+    method.
+    """
     root, inverse = square_roots(covariance, floor)
     readers = queries.shape[0] // keys.shape[0]
     factors = queries @ root  # a root of E q qᵀ is enough: (n, d, e), its Gram is used

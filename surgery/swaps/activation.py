@@ -271,7 +271,14 @@ def _known_slope(new: Activation, step: Step) -> list[Step]:
 
 
 def _entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: str) -> Swap:
-    """Return the swap for one value of the option, such as "silu", "silu:2" or "silu:fit"."""
+    """Return the swap for one value of the option --activation.
+
+    Args:
+        new: The new activation.
+        form: The value, such as "silu", "silu:2" or "silu:fit".
+        reshape: The function that runs the swap. Its first argument is `new`.
+        needs: The preconditions as text (`Swap.needs`).
+    """
     plain = form == new
     return Swap(
         option="activation",

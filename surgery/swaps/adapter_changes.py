@@ -180,9 +180,9 @@ def with_tables(
 
 
 def _changed(adapter: Adapter, names: _Names, module: str) -> Iterator[tuple[BoundLeaf | None, dict[str, Any]]]:
-    """Yield the tensors that A and B of a module change, each with values for fields of `Change`.
+    """Yield every checkpoint tensor that A and B of a module change, with the arguments that its `Change` needs.
 
-    The tensor is None if the model does not have the module.
+    If the model does not have the module, yield None in place of a tensor.
     """
     experts = names.switched(module) if adapter.mlx else []
     if experts:

@@ -50,7 +50,7 @@ def _reader(weight: str, gamma: str, ratio: float, into: _Into) -> Compute:
         weight: The name of the old weight R.
         gamma: The name of the weight γ of the norm before it. The new norm has the weight 1.
         ratio: The factor √(d/d').
-        into: The conversion U to the new coordinates.
+        into: The function that converts rows to the new coordinates. It multiplies them by Uᵀ from the right.
     """
     return lambda model: into(model, model.wide(weight) * model.wide(gamma)) * ratio
 
@@ -63,7 +63,7 @@ def _written_in(name: str, axis: int, into: _Into) -> Compute:
     Args:
         name: The name of the old tensor.
         axis: The axis of the tensor that has the size of the residual stream.
-        into: The conversion U to the new coordinates.
+        into: The function that converts rows to the new coordinates. It multiplies them by Uᵀ from the right.
     """
 
     def compute(model: Model) -> Wide:

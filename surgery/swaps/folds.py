@@ -83,7 +83,10 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _rescaled(name: str, factor: float, norm: Norm | None = None) -> Computed:
-    """Return a tensor times a factor. For a norm's weight, the gain is multiplied, which may be 1 + weight."""
+    """Return the tensor `name` times a factor.
+
+    If it is the weight of `norm`, the gain of the norm is multiplied, which may be 1 + weight.
+    """
     if norm is not None:
         return Computed(regained(norm, name, partial(np.multiply, factor)))
     return Computed(lambda model: model.wide(name) * factor)

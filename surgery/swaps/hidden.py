@@ -73,10 +73,12 @@ def _vectors(spec: ModelSpec) -> list[tuple[str, str]]:
 
 
 def _mapped(spec: ModelSpec, write: Index, read: Index) -> dict[str, Tensor]:
-    """Return all tensors that write into the residual stream or read it, for another set of coordinates.
+    """Return all tensors that write into or read the residual stream, after its coordinates were rearranged.
 
-    `write` and `read` have for each new coordinate the old one whose values it gets, or -1 for zeros. `write` is for
-    tensors that write, and `read` for tensors that read.
+    Args:
+        spec: The old model.
+        write: For every new coordinate, the old one that it copies in tensors that write, or -1 for zeros.
+        read: The same for tensors that read.
     """
     tensors: dict[str, Tensor] = {name: taken(name, write, axis) for name, axis in written(spec)}
     return tensors | {name: taken(name, read, 1) for name in read_weights(spec)}

@@ -90,7 +90,8 @@ def _equal_in_groups(model: Model, path: str, attention: Attention, wanted: int)
 def with_heads(attention: Attention, wanted: int) -> Attention:
     """Return the attention with `wanted` key-value heads.
 
-    If the old attention has one key-value head and broadcasts it, the new one repeats each of several heads instead.
+    Only a single key-value head can be broadcast to all query heads. If the old attention does that and the new one has
+    several, each of them is repeated for its query heads instead.
     """
     several = attention.kv_expansion == "broadcast" and wanted not in (1, attention.heads)
     return replace(attention, kv_heads=wanted, kv_expansion="repeat" if several else attention.kv_expansion)

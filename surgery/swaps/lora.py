@@ -223,11 +223,17 @@ def _without_copies(adapter: Adapter, changes: Mapping[str, Change], asked: Aske
 def _ends(
     adapter: Adapter, changes: Mapping[str, Change], head: BoundLeaf, asked: Asked
 ) -> tuple[dict[str, Change], bool]:
-    """Adapt the changes to a model whose head is tied to the embedding. Also return whether the head has to be untied.
+    """Adapt an adapter's changes to a model with a tied head. Return them, and whether the head has to be untied.
 
     If the adapter changes the embedding or the head, the two usually become different, and the head is untied. It stays
-    tied if both changes are the same, or if the adapter has new rows for tokens, which then apply to both. A copy of
-    the embedding from another base model also replaces both.
+    tied if both become the same matrix, or if the adapter has new rows for some tokens, which then apply to both. A
+    copy of the embedding or head that is saved with the adapter, from another base model, replaces both.
+
+    Args:
+        adapter: The adapter.
+        changes: Its changes, by the names of the tensors that change.
+        head: The tied head, as a tensor of the checkpoint.
+        asked: The request, which answers questions about weights.
     """
     if adapter.mlx and all(change.leaf.shared[0] != HEAD for change in changes.values()):
         return dict(changes), False  # in mlx-lm the table of tokens is the head too, with its adapter

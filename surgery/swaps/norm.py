@@ -144,10 +144,10 @@ def shifts_taken(
 
 
 def _with_read_biases(block: Block, path: str, shifting: set[str]) -> Block:
-    """Return a block whose linears have biases into which the biases of some norms can be folded.
+    """Return a block in which the linears after some norms have biases, into which the norms' biases can be folded.
 
-    If the residual is taken from the output of such a norm, the linears whose output is added to it also get a bias.
-    `shifting` are the paths of the norms.
+    `shifting` are the paths of the norms. If the residual is taken from the output of such a norm, its bias also has to
+    be added to the residual. So the projection whose output is added to this residual gets a bias too.
     """
     if not shifting:  # a layer may have no attention
         return block

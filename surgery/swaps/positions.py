@@ -185,8 +185,9 @@ def _repositioned(
 def _with_position(spec: ModelSpec, layer: int, position: Position | None) -> tuple[Any, dict[str, Tensor]]:
     """Return a layer's attention with another position encoding, and the tensors that change.
 
-    If the new encoding excludes some rounding settings of the attention, they change too. If RoPE is removed, the mean
-    rotation is folded into the queries. If ALiBi replaces RoPE, short distances count more in this mean.
+    ALiBi does not support all settings for how scores are computed and key-value heads are expanded, so it changes
+    these settings too. If RoPE is removed, the mean rotation is folded into the queries. If ALiBi replaces RoPE, short
+    distances count more in this mean.
     """
     attention, is_alibi = spec.blocks[layer].attention, isinstance(position, ALiBi)
     before, rounding = attention.position, dict[str, Any]()

@@ -413,7 +413,10 @@ _entry = partial(Swap, by_layer=True)
 
 
 def _way(kind: str, title: str, source: str) -> Swap:
-    """Return the swap for one scaling method. `kind` is its name as a value, and `title` its name in tables."""
+    """Return the swap for one method of scaling RoPE.
+
+    `kind` is the method's name as a value of the option, `title` its name in tables, and `source` the paper or code.
+    """
     needs, guarantee = "Needs RoPE that is not scaled, and a known context length", "approximate"
     if kind == "dynamic":
         needs, guarantee = f"{needs}. Exact up to the original context length", "exact"

@@ -176,6 +176,9 @@ def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Arr
 
 
 def with_rotary(spec: ModelSpec, positions: Mapping[int, Rotary], **fields: Any) -> ModelSpec:
-    """Return the model with other rotary positions in some layers, and with new values of the fields `fields`."""
+    """Return the model with other rotary positions in some layers. `positions` has them by layer.
+
+    `fields` has new values of other fields of the model, such as `context_length`.
+    """
     changed = {layer: replace(spec.blocks[layer].attention, position=position) for layer, position in positions.items()}
     return with_mixers(spec, changed, **fields)
