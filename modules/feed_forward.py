@@ -286,9 +286,9 @@ class MixtureOfExpertsModule(nn.Module):
         return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
 
     def weighing(self, scores: Tensor) -> Tensor:
-        """Return the weights of all experts (N, experts) for these scores of the router.
+        """Return the weights of all experts, (N, experts): the router's scores without the bias for the choice.
 
-        A bias that is only for the choice of experts is not included.
+        A subclass in `parity.mutations` overrides this method to add the bias, which is a typical mistake.
         """
         return scores
 
@@ -308,7 +308,10 @@ class MixtureOfExpertsModule(nn.Module):
         return scores.topk(spec.top_k, dim=-1, sorted=spec.in_order)[1]
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sum of the experts' outputs for tokens (N, hidden)."""
+        """Return the weighted sum of the experts' outputs for tokens x (N, hidden).
+
+        `weights` and `chosen` are the results of `route`, both (N, top_k).
+        """
         if self.spec.summed == "by expert":
             return self._one_by_one(x, weights, chosen)
         if self.into is not None:

@@ -96,7 +96,9 @@ def _lines(path: Path) -> list[str]:
 
 
 def require_memory(spec: ModelSpec, dtype: str, name: str = "the model") -> None:
-    """Check that a model's weights in a dtype fit into memory.
+    """Check that a model's weights fit into the available memory.
+
+    `dtype` is a dtype name of safetensors, such as F32. `name` is the model's name in the message.
 
     Raises:
         GptkitError: they do not fit. The message gives their size and the available memory.
@@ -160,8 +162,15 @@ def write_random(
 ) -> _Written:
     """Write a checkpoint of a model with random weights, in gptkit's own format.
 
-    Tensors are written one at a time, so a model of any size fits in memory. `progress` is called with the number of
-    bytes of every tensor.
+    Tensors are written one at a time, so a model of any size fits in memory.
+
+    Args:
+        tree: the outline of the model: its architecture, history and tokenizer.
+        out: the folder to make.
+        seed: the seed of the random weights.
+        dtype: the dtype of all tensors.
+        force: replace an existing checkpoint folder.
+        progress: called with the number of bytes of every tensor.
 
     Raises:
         UsageError: `out` exists, its parent does not, the dtype is unknown, or the seed is negative.

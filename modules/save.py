@@ -100,7 +100,8 @@ def _planned(
 ) -> tuple[Checkpoint, Target, FolderPlan]:
     """Return the model as a checkpoint, the target format with its family, and the plan of the folder's files.
 
-    `to` may be a target like "hf:auto", whose family is chosen here.
+    If `to` is a target without a family, such as "hf:auto", the family is chosen here. `record` is an entry for the
+    history; see `save`.
     """
     stored = None if dtype is None else HF_NAMES[parse_dtype(str(dtype))]
     source, to = adapted(_in_memory(model, stored, record), to)

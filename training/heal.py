@@ -454,8 +454,8 @@ def _recipe(
 ) -> dict[str, Any]:
     """Return an entry for the manifest: the recipe that made the changed model, with this healing as its last step.
 
-    The entry is empty if no swap made the model. It is also empty if the changed model was already `healed` before, or
-    if there are several texts, because recipes support neither.
+    The entry is empty if no swap made the model, if the model was already `healed` before, or if there are several
+    texts, because recipes support neither of the last two.
     """
     if healed or len(texts) > 1 or not (Path(changed) / MANIFEST).is_file():
         return {}

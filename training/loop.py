@@ -161,7 +161,7 @@ class Run:
 
     @property
     def ends_averaged(self) -> bool:
-        """Whether the last averaged parameters have a lower held-out loss than all parameters without averaging."""
+        """Whether the average of the parameters ends with a lower held-out loss than the parameters ever had."""
         averaged = self.curve[-1]["averaged"]
         return averaged is not None and bool(averaged < min(entry["held_out"] for entry in self.curve))
 

@@ -76,9 +76,15 @@ class RunOptions:
     def settings(
         self, windows: int, length: int, tokens: int | None, usual_rate: float, group: Group, **more: Any
     ) -> Settings:
-        """Return the settings of a run in steps of `windows` windows of `length` tokens.
+        """Return the settings of a run. Raise UsageError if an option is out of range.
 
-        Raise UsageError if an option is out of range.
+        Args:
+            windows: windows per step.
+            length: tokens per window.
+            tokens: the budget in tokens; None if the option `seconds` gives it.
+            usual_rate: the highest learning rate if the option `rate` is None.
+            group: the processes that train. On GPUs, the default dtype is bfloat16, and otherwise float32.
+            more: further fields of `Settings`.
         """
         return settings_of(
             windows, length, tokens, self.seconds, every=self.every, accumulate=self.accumulate, warmup=self.warmup,

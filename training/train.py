@@ -206,7 +206,10 @@ def train(
 def _read_texts(
     reader: TextReader, texts: Sequence[str | Path], model: str, source: tuple[Outline, bool], options: TrainOptions
 ) -> TokenFile:
-    """Return the tokens of the texts. Raise UsageError if their vocabulary or tokenizer does not suit the model."""
+    """Return the tokens of the texts. Raise UsageError if their vocabulary or tokenizer does not suit the model.
+
+    `source` is the result of `tree_of` for the model.
+    """
     tokens, (tree, scratch) = reader(texts, "data"), source
     if tokens.folder != reader.folder / "data":
         if options.tokenizer is not None:
@@ -236,7 +239,10 @@ def _prepared(
     settings: Settings,
     store: Store,
 ) -> Prepared:
-    """Return the description of a run for `on_start`, just before the run starts or continues."""
+    """Return the description of a run for `on_start`, just before the run starts or continues.
+
+    `source` is the result of `tree_of`, and `form` is the format in which the model is written.
+    """
     (tree, scratch), length, group, last = source, settings.context, store.group, store.last()
     flops = training_flops(tree.spec, length, settings.windows).dense
     peak, peak_by = peak_flops(group.device, settings.dtype)
@@ -512,7 +518,8 @@ def _about(
 ) -> dict[str, Any]:
     """Return the settings and hashes that identify a run, as JSON values.
 
-    They are stored in the manifest of the result, and must be the same when the run is resumed.
+    They are stored in the manifest of the result, and must be the same when the run is resumed. `scratch` is true if
+    training starts from random weights, and `apart` if documents are separated.
     """
     return {
         "weights": "random" if scratch else digest_of(model),
