@@ -215,8 +215,8 @@ def settings_of(
         length: tokens per window.
         tokens: the budget in tokens, or None.
         seconds: the budget in seconds, or None.
-        every: steps between two evaluations. By default there are about ten evaluations, or one every 100 steps if the
-            budget is a time.
+        every: steps between two evaluations. The default is a tenth of all steps, but at most 500; for a budget in
+            seconds it is 100.
         others: the other fields of `Settings`.
 
     Raises:
