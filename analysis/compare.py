@@ -8,11 +8,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from ..components import ModelSpec
+from ..converter.opening import Opening
 from ..display import Shown
 from ..errors import UsageError
+from ..signatures import takes
 from .aspects import Aspect, aspects
 from .costs import Costs, costs
 from .figures import Scenario, common_context
@@ -137,12 +139,9 @@ class Comparison(Shown):
         return {**head, "models": models, "differs": differ, "notes": list(self.notes)}
 
 
+@takes(Opening)
 def compare(
-    *models: str | Path,
-    context: int | None = None,
-    dtype: str = "bfloat16",
-    offline: bool = False,
-    allow_pickle: bool = False,
+    *models: str | Path, context: int | None = None, dtype: str = "bfloat16", **opening: Unpack[Opening]
 ) -> Comparison:
     """Compare the components and the costs of models.
 
@@ -152,8 +151,7 @@ def compare(
             of the models have.
         dtype: the dtype of weights and cache, by any name that `params --dtype` accepts. If the weights are narrower
             than bfloat16, the cache is in bfloat16.
-        offline: use local files and the hub's cache only.
-        allow_pickle: read a pickle without a config file (nanoGPT's ckpt.pt).
+        offline, allow_pickle: see `Opening`.
 
     Raises:
         UsageError: there is no model, the dtype is unknown, or no model has this context.
@@ -163,7 +161,7 @@ def compare(
     if not models:
         raise UsageError("compare needs at least one model", "For example: gptkit compare gpt2 llama-2-7b")
     asked = Scenario(dtype=dtype, context=context)
-    return comparison(params(*models, offline=offline, allow_pickle=allow_pickle), asked)
+    return comparison(params(*models, **opening), asked)
 
 
 def comparison(models: Sequence[ModelCount], asked: Scenario) -> Comparison:

@@ -11,16 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ..architectures import ARCHITECTURES
 from ..architectures.config import read_config_file
 from ..components import ModelSpec, Parameter
+from ..converter.opening import Opening
 from ..converter.outline import Outline, outline
 from ..converter.resolve import Reference, identify, resolve
 from ..converter.tree import Quantised
 from ..display import Record, Shown, plain
 from ..errors import GptkitError, UnknownFamily
+from ..signatures import takes
 from .costs import usual_context
 from .figures import CostFigures, Scenario, common_context, figures_of, fits
 from .named import Named, by_class, by_names
@@ -164,12 +166,9 @@ class Counts(list[ModelCount], Shown):
     """The list of models that `params` returns. A notebook shows it as one table."""
 
 
+@takes(Opening)
 def params(
-    *models: str | Path,
-    offline: bool = False,
-    stored: bool = False,
-    asked: Scenario | None = None,
-    allow_pickle: bool = False,
+    *models: str | Path, stored: bool = False, asked: Scenario | None = None, **opening: Unpack[Opening]
 ) -> Counts:
     """Count the parameters of models. Tied weights count once.
 
@@ -177,12 +176,11 @@ def params(
 
     Args:
         models: presets (`qwen3-8b`), samples, folders, config.json files, hub repositories.
-        offline: use only local files and the hub's cache.
         stored: also report the tensors in the weight files, from their headers. They must match the config, unless it
             declares them quantised. For a preset, the files are those of its repository. No weights are downloaded.
         asked: the figures to report besides the number of parameters, such as FLOPs or the KV cache. They are computed
             at the same context for all models.
-        allow_pickle: read a pickle without a config file (nanoGPT's ckpt.pt), with its weights.
+        offline, allow_pickle: see `Opening`.
 
     Raises:
         InvalidInput: no model has this name, or its config is broken; with `stored` also the errors of
@@ -196,11 +194,11 @@ def params(
             reference, files = identify(model), None
             try:
                 if stored:
-                    tree, files = _stored(reference, offline, allow_pickle)
+                    tree, files = _stored(reference, opening)
                 else:
-                    tree = outline(reference, offline=offline, allow_pickle=allow_pickle)
+                    tree = outline(reference, **opening)
             except UnknownFamily as error:
-                counts.append(_named(reference, error, offline, allow_pickle, stored))
+                counts.append(_named(reference, error, opening, stored))
                 continue
         notes = (*tree.notes, *tree.assumed)
         folder = reference.path if reference.kind == "path" and reference.names is not None else None
@@ -219,7 +217,7 @@ def _naming(model: str, one_of_several: bool) -> Iterator[None]:
         raise
 
 
-def _named(reference: Reference, error: UnknownFamily, offline: bool, allow_pickle: bool, stored: bool) -> ModelCount:
+def _named(reference: Reference, error: UnknownFamily, opening: Opening, stored: bool) -> ModelCount:
     """Return a model of an unknown family, with the names and shapes of its tensors.
 
     They come from the headers of its weight files, or else from transformers' class for its config.json. If there is
@@ -229,14 +227,14 @@ def _named(reference: Reference, error: UnknownFamily, offline: bool, allow_pick
 
     if reference.kind == "hub file":
         raise error
-    here = resolve(reference, offline=offline, weights=False, allow_pickle=allow_pickle)
+    here = resolve(reference, weights=False, **opening)
     if here.format != "hf":  # the error already describes other formats
         raise error
     assert here.path is not None and here.source is not None
     config = read_config_file(here.source)[0] if here.source.is_file() else {}
     kind, files = config.get("model_type", ""), None
     if here.repository is not None or any(map(_WEIGHTS.search, here.names or [here.path.name])):
-        files = weight_headers_of(here, offline=offline, allow_pickle=allow_pickle)
+        files = weight_headers_of(here, **opening)
         parameters = by_names((name, tensor.shape) for name, tensor in files.tensors.items())
         source = "the headers of its weight files"
     elif config and not stored:
@@ -273,16 +271,15 @@ def with_figures(counts: Sequence[ModelCount], asked: Scenario) -> list[ModelCou
     return models
 
 
-def _stored(reference: Reference, offline: bool, allow_pickle: bool) -> tuple[Outline, StoredTensors]:
+def _stored(reference: Reference, opening: Opening) -> tuple[Outline, StoredTensors]:
     """Return a model's architecture, and the names, dtypes and shapes in its weight files, from their headers alone."""
     from ..converter.checkpoint import open_checkpoint, weight_headers_of  # here, because it imports numpy
 
-    options = {"offline": offline, "allow_pickle": allow_pickle}
     try:
-        checkpoint = open_checkpoint(reference, headers_only=True, **options)
+        checkpoint = open_checkpoint(reference, headers_only=True, **opening)
     except Quantised:
-        files = weight_headers_of(reference, **options)
-        return outline(reference, **options), _stored_files(files)
+        files = weight_headers_of(reference, **opening)
+        return outline(reference, **opening), _stored_files(files)
     tensors = tuple(
         StoredTensor(leaf.checkpoint, dtype, leaf.shape, nbytes)
         for leaf in (*checkpoint.leaves, *checkpoint.carried_leaves)

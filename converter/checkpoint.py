@@ -8,17 +8,19 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from ..architectures import Architecture, BoundLeaf, named
 from ..components import ModelSpec
 from ..components.ranges import some_of
 from ..errors import CheckpointError, InvalidInput, UnknownFamily
+from ..signatures import takes
 from .dtypes import FLOATS, HF_NAMES, INTEGERS, widest
 from .formats import Opened
 from .index import WeightFiles, weight_files
 from .matching import Match, match
 from .names import INDEX
+from .opening import Opening
 from .pickles import pickle_weights, renamed
 from .quantised import METHODS, dequantised
 from .resolve import Reference, quantised, read_spec, resolve
@@ -33,11 +35,10 @@ _some = functools.partial(some_of, most=8, more=", … ({} more)")
 _first = functools.partial(some_of, most=3)  # in errors, whose hint follows
 
 
+@takes(Opening)
 def open_checkpoint(
     reference: str | Path | Reference,
     *,
-    offline: bool = False,
-    allow_pickle: bool = False,
     allow_extra: bool = False,
     headers_only: bool = False,
     integers: bool = False,
@@ -45,13 +46,13 @@ def open_checkpoint(
     stored: bool = False,
     dequantise: bool = True,
     narrow: bool = False,
+    **opening: Unpack[Opening],
 ) -> Checkpoint:
     """Open a checkpoint and check its config and the headers of its weight files, without reading weights.
 
     Args:
         reference: a folder, a file, a sample, or a repository on the hub.
-        offline: use local files and the hub's cache only.
-        allow_pickle: also read .bin files (weights only).
+        offline, allow_pickle: see `Opening`.
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
         headers_only: download only the headers of the weight files.
         integers: allow weights that are stored as integers.
@@ -64,9 +65,10 @@ def open_checkpoint(
         InvalidInput: the config or the tensors do not fit; the message lists everything that is wrong.
         Offline: there is no network, and the checkpoint is not in the cache.
     """
+    allow_pickle = opening.get("allow_pickle", False)
     methods = ("fp8",) if stored else tuple(METHODS) if dequantise else ()
     check = functools.partial(_usable, methods=methods)
-    resolved, remote = _find(reference, offline, allow_pickle, headers_only, check)
+    resolved, remote = _find(reference, opening, headers_only, check)
     assert resolved.path is not None and resolved.source is not None
     read = None if resolved.other is None else resolved.other.read
     numbers = None if stored else "BF16" if narrow else "F32"
@@ -138,33 +140,35 @@ def _checked(
     return checkpoint
 
 
-def weight_headers_of(reference: str | Reference, *, offline: bool = False, allow_pickle: bool = False) -> WeightFiles:
+def weight_headers_of(reference: str | Reference, **opening: Unpack[Opening]) -> WeightFiles:
     """Return the headers of a model's weight files, also if gptkit does not know its family.
 
     Raises the errors of `open_checkpoint`.
     """
-    resolved, remote = _find(reference, offline, allow_pickle, True, None)
+    resolved, remote = _find(reference, opening, True, None)
     assert resolved.path is not None
-    return remote or weight_files(resolved.path, allow_pickle, resolved.names)
+    return remote or weight_files(resolved.path, opening.get("allow_pickle", False), resolved.names)
 
 
 def open_files(
     reference: str | Path | Reference,
     *,
-    offline: bool = False,
-    allow_pickle: bool = False,
+    allow_extra: bool = False,
     headers_only: bool = False,
-    **options: bool,
+    partial: bool = False,
+    **opening: Unpack[Opening],
 ) -> TensorFiles:
     """Open a checkpoint. If its family is unknown or gptkit cannot load it, return its tensors by name instead.
 
-    The keyword arguments `options` are passed to `open_checkpoint`. They have no effect on tensors listed by name.
+    The keyword arguments are passed to `open_checkpoint`. `allow_extra` and `partial` have no effect on tensors listed by
+    name.
     """
-    how = {"offline": offline, "allow_pickle": allow_pickle, "headers_only": headers_only}
     try:
-        return open_checkpoint(reference, **how, **options)
+        return open_checkpoint(
+            reference, allow_extra=allow_extra, headers_only=headers_only, partial=partial, **opening
+        )
     except (UnknownFamily, Quantised, OtherClass) as error:
-        opened = open_tensors(reference, **how)
+        opened = open_tensors(reference, headers_only=headers_only, **opening)
         opened.notes.append(
             f"tensors are listed by their names in the files, because gptkit cannot load the model: {error.message}"
         )
@@ -172,13 +176,13 @@ def open_files(
 
 
 def open_tensors(
-    reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False, headers_only: bool = False
+    reference: str | Path | Reference, *, headers_only: bool = False, **opening: Unpack[Opening]
 ) -> TensorFiles:
     """Return a model's tensors by their names in its files, also if gptkit does not know its family.
 
     Raises the errors of `open_checkpoint`.
     """
-    resolved, remote = _find(reference, offline, allow_pickle, headers_only, None)
+    resolved, remote = _find(reference, opening, headers_only, None)
     assert resolved.path is not None and resolved.source is not None
     config: str | None = None
     files: tuple[Path, ...] = (resolved.source,)
@@ -186,7 +190,7 @@ def open_tensors(
     if by_name is not None:
         weights = by_name(resolved.source)
     else:
-        stored = remote or weight_files(resolved.path, allow_pickle, resolved.names)
+        stored = remote or weight_files(resolved.path, opening.get("allow_pickle", False), resolved.names)
         files, pickled = stored.files, stored.format == "pickle"
         weights = pickle_weights(files) if pickled else Weights(stored.tensors, fetched=remote is None)
         config = resolved.source.read_text("utf-8") if resolved.source.is_file() and resolved.other is None else None
@@ -227,11 +231,7 @@ def _usable(resolved: Reference, methods: tuple[str, ...] = ()) -> tuple[ModelSp
 
 
 def _find(
-    reference: str | Path | Reference,
-    offline: bool,
-    allow_pickle: bool,
-    headers_only: bool,
-    check: Callable[[Reference], object] | None,
+    reference: str | Path | Reference, opening: Opening, headers_only: bool, check: Callable[[Reference], object] | None
 ) -> tuple[Reference, WeightFiles | None]:
     """Resolve a reference and fetch its files.
 
@@ -241,15 +241,13 @@ def _find(
     Returns:
         The resolved reference, and the headers of weights that were not fetched (None if the weights are local).
     """
-    find = functools.partial(
-        resolve, reference, offline=offline, companions=True, allow_pickle=allow_pickle, check=check
-    )
+    find = functools.partial(resolve, reference, companions=True, check=check, **opening)
     resolved = find(weights=not headers_only)
     if not headers_only or resolved.repository is None:
         return resolved, None
     from .remote import weight_headers  # here, because it imports the hub's library
 
-    remote = weight_headers(resolved.repository, allow_pickle)
+    remote = weight_headers(resolved.repository, opening.get("allow_pickle", False))
     return (find(weights=True) if remote is None else resolved), remote
 
 

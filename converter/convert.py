@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ..architectures.obstacles import OWN_FORMAT, first_of, never
 from ..components import ModelSpec, differences, without_rounding
 from ..display import Shown
 from ..errors import UsageError, shown
+from ..signatures import takes
 from ..version import __version__
 from . import fp8
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
@@ -27,6 +28,7 @@ from .dtypes import HF_NAMES, parse_dtype, to_float64, widest
 from .formats import Request, format_named
 from .model_card import CARD, model_card
 from .names import CONFIG, LOCAL_CONFIG, json_bytes
+from .opening import Opening
 from .resolve import Reference, identify
 from .targets import FORMATS, Target
 from .targets import target as parsed
@@ -278,6 +280,7 @@ def companions(source: Checkpoint) -> Path | None:
 
 
 @together
+@takes(Opening)
 def convert(
     model: str | Path | Reference,
     out: str | Path | None = None,
@@ -285,8 +288,6 @@ def convert(
     *,
     force: bool = False,
     dry_run: bool = False,
-    offline: bool = False,
-    allow_pickle: bool = False,
     allow_extra: bool = False,
     drop: Collection[str] = (),
     dtype: str | None = None,
@@ -295,6 +296,7 @@ def convert(
     max_memory: int | None = None,
     progress: Callable[[int], None] | None = None,
     on_plan: Callable[[Conversion], None] | None = None,
+    **opening: Unpack[Opening],
 ) -> Conversion:
     """Convert a checkpoint to gptkit's own format, back to Hugging Face files of the same or another family, or to
     another format.
@@ -307,8 +309,7 @@ def convert(
             (its own before others), or a name in `converter.formats`.
         force: replace an existing checkpoint folder, in one step.
         dry_run: plan only.
-        offline: use local files and the hub's cache only.
-        allow_pickle: read .bin files too (weights only).
+        offline, allow_pickle: see `Opening`.
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
         drop: groups of tensors to leave out (mtp, vision, …). By default gptkit copies these tensors unchanged,
             although it does not compute with them.
@@ -342,11 +343,12 @@ def convert(
         raise UsageError(f"{target} looks like a file name, but --to {form} writes a folder", hint)
     # Refuse an impossible output before gigabytes are fetched. From here on no other process can write there.
     with nullcontext() if dry_run else staging.reserved():
-        opening = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
         stored = dtype is None and form.kind in ("local", "hf") and form.family is None and "scales" not in drop
         narrow = dtype is not None and dtype.lower().removeprefix("torch.") in ("bf16", "bfloat16", "fp8")
-        opening |= {"integers": dtype not in (None, "fp8"), "dequantise": dtype is not None, "narrow": narrow}
-        source = open_checkpoint(reference, headers_only=dry_run, stored=stored, **opening)
+        source = open_checkpoint(
+            reference, allow_extra=allow_extra, headers_only=dry_run, integers=dtype not in (None, "fp8"),
+            stored=stored, dequantise=dtype is not None, narrow=narrow, **opening,
+        )  # fmt: skip
         source, form = adapted(source, form)
         source = _with_carried(source, form, drop)
         planned = plan_conversion(source, form, dtype, max_shard_bytes)

@@ -3,16 +3,18 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from .. import errors
 from ..architectures import BY_MODEL_TYPE, named
 from ..architectures.config import read_config_file
 from ..converter.checkpoint import weight_headers_of
 from ..converter.confinement import Confined
+from ..converter.opening import Opening
 from ..converter.resolve import identify, resolve
 from ..display import Record
 from ..errors import GptkitError, InvalidInput, UsageError, shown
+from ..signatures import takes
 
 _SECONDS = 600
 """The largest number of seconds that one draft may take. Most take about twenty."""
@@ -55,14 +57,14 @@ class Drafted(Record):
         return [proof._asdict() for proof in self.proofs]
 
 
+@takes(Opening)
 def draft(
     reference: str | Path,
     out: str | Path,
     *,
     without: Sequence[str] = (),
-    offline: bool = False,
-    allow_pickle: bool = False,
     progress: Callable[[str], None] | None = None,
+    **opening: Unpack[Opening],
 ) -> Drafted:
     """Write a definition file for a checkpoint of an unknown family, and test it as far as possible.
 
@@ -70,8 +72,7 @@ def draft(
         reference: a checkpoint. Only its config.json and the headers of its weights are read.
         out: the definition file, `NAME.py`, which `--plugin` imports.
         without: supported families to treat as unknown, in order to test `draft` itself.
-        offline: use only local files and the hub's cache.
-        allow_pickle: also read .bin files.
+        offline, allow_pickle: see `Opening`.
         progress: a function that receives a message about every step.
 
     Raises:
@@ -92,7 +93,7 @@ def draft(
         raise UsageError(f"the folder {path.parent} does not exist", "Create it, or give another name to --out.")
     for name in without:
         named(name)
-    config, shapes = _read(reference, offline, allow_pickle)
+    config, shapes = _read(reference, opening)
     family = BY_MODEL_TYPE.get(config["model_type"])
     if family is not None and family.name not in without:
         raise UsageError(
@@ -107,14 +108,12 @@ def draft(
     return Drafted(path, config["model_type"], answer["skeleton"], proofs, tried=answer["tried"], **lists)
 
 
-def _read(
-    reference: str | Path, offline: bool, allow_pickle: bool
-) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+def _read(reference: str | Path, opening: Opening) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """Return the fields of a checkpoint's config.json, and the shapes of its tensors by name."""
     identified = identify(reference)
     if identified.preset is not None or identified.kind == "hub file":
         raise InvalidInput(f"{reference} is not a checkpoint with tensors", "Give a folder, or org/name on the hub.")
-    here = resolve(identified, offline=offline, weights=False, allow_pickle=allow_pickle)
+    here = resolve(identified, weights=False, **opening)
     if here.format != "hf" or here.source is None:
         raise InvalidInput(
             f"{reference} has no config.json in the folder of its weights", "Give the folder that transformers loads."
@@ -142,7 +141,7 @@ def _read(
             "gptkit extract writes the language model among them as a checkpoint, if it supports the family.",
         )
     try:
-        headers = weight_headers_of(here, offline=offline, allow_pickle=allow_pickle)
+        headers = weight_headers_of(here, **opening)
     except InvalidInput as error:
         if error.hint is not None:
             raise

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -15,9 +15,11 @@ from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import companions
 from ..converter.dtypes import HF_NAMES, parse_dtype
+from ..converter.opening import Opening
 from ..converter.outline import Outline, outline
 from ..converter.weights import Tree
 from ..errors import UsageError
+from ..signatures import takes
 from .decoder import Decoder
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -34,18 +36,18 @@ def torch_dtype(dtype: torch.dtype | str | None, default: str = "F32") -> torch.
     return converted
 
 
+@takes(Opening)
 def load(
     model: str | Path,
     dtype: torch.dtype | str | None = None,
     attention: Kernel = "sdpa",
     *,
     device: str | torch.device = "cpu",
-    offline: bool = False,
-    allow_pickle: bool = False,
     allow_extra: bool = False,
     random: bool = False,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
+    **opening: Unpack[Opening],
 ) -> Decoder:
     """Open a checkpoint and return it as a torch module in eval mode.
 
@@ -56,8 +58,7 @@ def load(
         dtype: the dtype to compute in; by default the dtype that the checkpoint names, as in transformers.
         attention: "sdpa" (torch's fused kernels) or "eager" (the formula written out).
         device: the device of the parameters.
-        offline: use local files and the hub's cache only.
-        allow_pickle: also read .bin files (weights only).
+        offline, allow_pickle: see `Opening`.
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
         random: draw random weights instead of reading those of a checkpoint. A preset, a config.json or a gptkit.json
             is then enough. The dtype is then float32 unless `dtype` says otherwise. `initialise` describes the
@@ -73,11 +74,11 @@ def load(
     if random:
         from .initialise import drawn_from
 
-        tree = outline(str(model), offline=offline, allow_pickle=allow_pickle)
+        tree = outline(str(model), **opening)
         drawn = load_random(tree.spec, dtype, attention, seed=seed, name=str(model), device=device, progress=progress)
         drawn.source = drawn_from(tree, seed, parse_dtype(str(torch_dtype(dtype))))
         return drawn
-    checkpoint = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    checkpoint = open_checkpoint(model, allow_extra=allow_extra, **opening)
     return load_checkpoint(checkpoint, dtype, attention, device=device, progress=progress)
 
 

@@ -3,17 +3,19 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from ..analysis.activations import Kernel
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.opening import Opening
 from ..converter.outline import Outline
 from ..converter.tokenizer import StreamDecoder, Tokenizer, eos_ids, load_tokenizer, start_id
 from ..converter.tree import Origin
 from ..errors import UsageError
+from ..signatures import takes
 from .decoder import Decoder
 from .generate import Beams, Sampling, outside_vocabulary, warn
 from .generate import generate as generate_tokens
@@ -22,6 +24,7 @@ from .load import load_checkpoint
 _WARNED = partial(warn, stacklevel=4)  # a warning that points to the code that asks for the next piece
 
 
+@takes(Opening)
 def generate(
     model: str | Path | Checkpoint | Decoder,
     prompt: str | Sequence[int],
@@ -37,10 +40,9 @@ def generate(
     dtype: torch.dtype | str | None = None,
     attention: Kernel = "sdpa",
     stop_at_eos: bool = True,
-    offline: bool = False,
-    allow_pickle: bool = False,
     allow_extra: bool = False,
     tell: Callable[[str], None] = _WARNED,
+    **opening: Unpack[Opening],
 ) -> Iterator[str]:
     """Yield the continuation of a prompt, piece by piece, without the prompt itself.
 
@@ -63,8 +65,7 @@ def generate(
         dtype: the dtype to compute in; by default the checkpoint's. A model in memory computes in its own dtype.
         attention: "sdpa" or "eager", for a checkpoint. A model in memory uses its own.
         stop_at_eos: stop when the model generates its end-of-text token.
-        offline: use local files and the hub's cache only.
-        allow_pickle: also read .bin files (weights only).
+        offline, allow_pickle: see `Opening`.
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
         tell: called with a sentence when the text reaches a limit of the model: the end of its position table, or of a
             rotary model's context. By default the sentence is a UserWarning.
@@ -96,8 +97,9 @@ def generate(
         stop = tokenizer.eos_ids if tokenizer is not None else _stated_eos(about.origin)
         decoder, start = model, start_id(about.path or Path(), about.origin.config, about.texts)
     else:
-        options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
-        checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model, **options)
+        checkpoint = (
+            model if isinstance(model, Checkpoint) else open_checkpoint(model, allow_extra=allow_extra, **opening)
+        )
         tokenizer = load_tokenizer(checkpoint.folder, checkpoint.texts)
         ids = _prompt_ids(checkpoint.reference, checkpoint.spec, tokenizer, prompt)
         folder, texts = checkpoint.folder, checkpoint.texts

@@ -11,12 +11,14 @@ gptkit compares the tensor names of the layers with each other.
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
+from ..converter.opening import Opening
 from ..converter.resolve import Reference
 from ..converter.rewrite import rewrite
 from ..converter.scan import scan
 from ..errors import InvalidInput, UsageError, shown
+from ..signatures import takes
 from .audits.companions import compare_companions
 from .audits.config import check_config
 from .audits.files import check_files
@@ -36,15 +38,7 @@ _LOADERS = ("transformers", "llama.cpp", "vllm")
 """The programs that `loader` may name. gptkit uses their own code to find out what would happen."""
 
 
-def fix(
-    new: str | Path | Reference,
-    out: str | Path,
-    *,
-    force: bool = False,
-    offline: bool = False,
-    allow_pickle: bool = False,
-    **options: Any,
-) -> Audit:
+def fix(new: str | Path | Reference, out: str | Path, *, force: bool = False, **options: Any) -> Audit:
     """Write a repaired copy of a checkpoint, and return the audit of the copy.
 
     The repairs lose nothing. They correct tensor names and the index, include shards that no index lists, and store
@@ -57,15 +51,15 @@ def fix(
         new: the checkpoint: a folder, a file, or a repository on the hub.
         out: the folder to create.
         force: replace an existing checkpoint folder.
-        offline: use local files and the hub's cache only.
-        allow_pickle: read pickles too; the copy always has safetensors.
-        options: further arguments of `audit`: `source`, `loader`, `values` and `progress`.
+        options: further arguments of `audit`: `source`, `loader`, `values`, `progress`, `offline` and `allow_pickle`. The
+            copy has safetensors, also if `new` has pickles.
 
     Raises:
         InvalidInput: as `audit`; also if a weight file cannot be read, or a missing tensor is only on the hub.
         UsageError: `out` exists or cannot be created.
     """
-    files = scan(new, offline=offline, allow_pickle=allow_pickle)
+    opening: Any = {name: options[name] for name in Opening.__annotations__ if name in options}
+    files = scan(new, **opening)
     if files.format not in REWRITABLE or files.resolved.is_own:
         is_own = files.resolved.is_own
         kind = "a checkpoint in gptkit's own format" if is_own else f"a checkpoint of the format {files.format}"
@@ -75,8 +69,7 @@ def fix(
         why = next(iter(files.broken.values()), f"{files.reference} is on the hub, and its weights were not downloaded")
         hint = "Download the model again." if files.broken else f"Download it first: hf download {files.reference}"
         raise InvalidInput(f"{why}. Nothing was written.", hint)
-    more: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}
-    before = audit(new, **more, **{**options, "values": False})
+    before = audit(new, **{**options, "values": False})
     errors = dict.fromkeys(
         finding.rule for finding in before.findings if finding.severity == "error" and finding.rule in READ
     )
@@ -89,7 +82,7 @@ def fix(
         message += f" (it could repair {' and '.join(repairable)})" if repairable else ""
         message += f", so gptkit could still not load {out}"
         return replace(before, findings=(Finding("not-fixed", "error", message), *before.findings))
-    source = scan(options["source"], **more) if before.in_source else None
+    source = scan(options["source"], **opening) if before.in_source else None
     if source is not None and not source.fetched:
         hint = f"Download it (hf download {source.reference} --local-dir FOLDER), and pass --source FOLDER."
         raise InvalidInput(
@@ -99,7 +92,7 @@ def fix(
         )
     names = {name: before.names.get(name, name) for name in files.tensors}
     rewrite(files, names, out, force, other=source, from_other=before.in_source)
-    after = audit(out, **more, **options)
+    after = audit(out, **options)
     if source is None:
         return after
     verb, dtypes = "was" if len(before.in_source) == 1 else "were", {info.dtype for info in files.tensors.values()}
@@ -110,15 +103,15 @@ def fix(
     return replace(after, findings=(*after.findings, note))
 
 
+@takes(Opening)
 def audit(
     new: str | Path | Reference,
     *,
     source: str | Path | Reference | None = None,
     loader: str | None = None,
     values: bool = False,
-    offline: bool = False,
-    allow_pickle: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    **opening: Unpack[Opening],
 ) -> Audit:
     """Find the faults of a checkpoint of any family, in safetensors files, a GGUF or pickles.
 
@@ -128,8 +121,7 @@ def audit(
         loader: also report how this program would treat the tensors, for example which ones it ignores:
             "transformers", "llama.cpp" or "vllm".
         values: read the weights, to find NaN, infinities, zeros, repetitions, and differences from the source.
-        offline: use local files and the hub's cache only.
-        allow_pickle: read pickles too (weights only).
+        offline, allow_pickle: see `Opening`.
         progress: called with the number of bytes read since the last call, and the total.
 
     Raises:
@@ -141,7 +133,6 @@ def audit(
         raise UsageError(
             f"--for {shown(loader, 40)}: gptkit has no rules for this program", f"known: {', '.join(_LOADERS)}"
         )
-    opening = {"offline": offline, "allow_pickle": allow_pickle}
     files = scan(new, **opening)
     source_files = None if source is None else scan(source, **opening)
     for side in (files, source_files):

@@ -9,28 +9,28 @@ import shlex
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from ..converter.checkpoint import open_checkpoint
 from ..converter.files import sha256_file
+from ..converter.opening import Opening
 from ..errors import UsageError
 from ..version import __version__
 from .verify import Verification
 
 
-def card(
-    result: Verification, *, offline: bool = False, allow_pickle: bool = False, allow_extra: bool = False
-) -> dict[str, Any]:
+def card(result: Verification, *, allow_extra: bool = False, **opening: Unpack[Opening]) -> dict[str, Any]:
     """Return the verification card as plain JSON values. This hashes the weight files of both models.
 
     `result` comes from `verify`, and the other arguments are those that `verify` was called with. Raises the errors of
     `open_checkpoint`.
     """
-    options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
     references = {"model": result.model} | ({} if result.other is None else {"other": result.other})
-    sides = {role: open_checkpoint(reference, **options) for role, reference in references.items()}
+    sides = {
+        role: open_checkpoint(reference, allow_extra=allow_extra, **opening) for role, reference in references.items()
+    }
     bytes_ = result.bytes
     different = "different" if bytes_ is None or bytes_.required else "different as the trees are"
     alike = "equal in value" if bytes_ is not None and bytes_.cast else "equal"

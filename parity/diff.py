@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 from ..analysis.named import by_names
 from ..architectures import BoundLeaf
@@ -18,9 +18,11 @@ from ..components import Parameter
 from ..components.ranges import layer_ranges, range_label
 from ..converter.checkpoint import Checkpoint, TensorFiles, open_files, open_tensors
 from ..converter.dtypes import Array
+from ..converter.opening import Opening
 from ..converter.threads import available_cores
 from ..converter.transfer import IN_FLIGHT, Scheduler, dependents, shared_tensors
 from ..converter.weights import own_leaves
+from ..signatures import takes
 from .changes import STATUSES, Diff, Status, TensorDiff
 from .surroundings import TreeChange, changed_files, changed_tree, same_layers
 from .tensor_diff import CHUNK, TensorFigures, compare_tensors, same_bytes
@@ -32,24 +34,23 @@ _MAPPED_BYTES = 32 * 2**20
 """The number of bytes read from memory-mapped files after which their pages are released."""
 
 
+@takes(Opening)
 def diff(
     a: str | Path,
     b: str | Path,
     *,
-    offline: bool = False,
-    allow_pickle: bool = False,
     allow_extra: bool = False,
     rank: bool = True,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **opening: Unpack[Opening],
 ) -> Diff:
     """Return the differences between two checkpoints.
 
     Args:
         a: the first checkpoint: a folder, a file, or a repository on the hub.
         b: the second checkpoint, in the same or another format.
-        offline: use local files and the hub's cache only.
-        allow_pickle: read torch's pickled files too.
+        offline, allow_pickle: see `Opening`.
         allow_extra: leave out tensors that have no place in the model, instead of comparing them by name.
         rank: compute the rank of each matrix's change too, which doubles the time.
         workers: the number of threads; by default one per available core. Set OPENBLAS_NUM_THREADS=1 before numpy is
@@ -60,12 +61,11 @@ def diff(
         InvalidInput: one of the checkpoints cannot be used.
         Offline: one of the checkpoints is not local, and there is no network.
     """
-    options = {"offline": offline, "allow_pickle": allow_pickle}
-    sides = [open_files(reference, **options, allow_extra=allow_extra, partial=True) for reference in (a, b)]
+    sides = [open_files(reference, allow_extra=allow_extra, partial=True, **opening) for reference in (a, b)]
     if not all(isinstance(side, Checkpoint) for side in sides):  # then only names can be compared
         pairs = zip((a, b), sides, strict=True)
         sides = [
-            _by_names(open_tensors(path, **options) if isinstance(side, Checkpoint) else side) for path, side in pairs
+            _by_names(open_tensors(path, **opening) if isinstance(side, Checkpoint) else side) for path, side in pairs
         ]
     first, second = sides
     compared = _Comparison(first, second, rank, progress, workers or available_cores()).run()

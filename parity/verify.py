@@ -23,7 +23,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import compress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
@@ -36,11 +36,13 @@ from ..components import ModelSpec, differences, without_rounding
 from ..components.ranges import some_of
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.dtypes import not_finite
+from ..converter.opening import Opening
 from ..converter.threads import as_before, suit
 from ..converter.tokenizer import load_tokenizer
 from ..display import Shown
 from ..errors import GptkitError, InvalidInput, UsageError
 from ..modules.load import torch_dtype
+from ..signatures import takes
 from .bisect import Divergence
 from .compare import LogitDifference, compare, gaps, largest_gap, mean_gap
 from .damage import Damage, damage
@@ -168,6 +170,7 @@ def versions() -> dict[str, str]:
 
 
 @as_before()
+@takes(Opening)
 def verify(
     model: str | Path,
     other: str | Path | None = None,
@@ -182,10 +185,9 @@ def verify(
     damaged: bool | None = None,
     text: Callable[[Checkpoint], Sequence[int] | None] = lambda _: None,
     stream: bool = False,
-    offline: bool = False,
-    allow_pickle: bool = False,
     allow_extra: bool = False,
     progress: Callable[[str], None] | None = None,
+    **opening: Unpack[Opening],
 ) -> Verification:
     """Compare gptkit's logits with transformers'.
 
@@ -205,8 +207,7 @@ def verify(
             the architectures and the logits differ, for up to 50 million parameters.
         text: returns the token ids on which perplexity is measured, given the opened reference; None without a text.
         stream: run both models one layer at a time from their files.
-        offline: use local files and the hub's cache only.
-        allow_pickle: read .bin files too (weights only).
+        offline, allow_pickle: see `Opening`.
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
         progress: called with the name of each step.
 
@@ -220,7 +221,7 @@ def verify(
         hint = "Write gptkit verify ORIGINAL CHANGED --damage"
         raise UsageError("--damage compares two checkpoints, but only one was given", hint)
     say = progress or (lambda _: None)
-    source, target = _open_both(model, other, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    source, target = _open_both(model, other, allow_extra=allow_extra, **opening)
     path = _attention(source, attention)
     dtype_name = str(wanted := torch_dtype(dtype)).removeprefix("torch.")
     batches, notes = _batches(source, target, prompts, long, up_to)
@@ -250,7 +251,12 @@ def verify(
     if mutations is not False:
         say("making mistakes on purpose")
     score = None if mutations is False else try_mistakes(source, batches, bool(mutations), stream, notes, up_to)
-    flags = {"long": long, "stream": stream, "allow-pickle": allow_pickle, "allow-extra": allow_extra}
+    flags = {
+        "long": long,
+        "stream": stream,
+        "allow-pickle": opening.get("allow_pickle", False),
+        "allow-extra": allow_extra,
+    }
     options = _options(dtype_name, path, prompts, up_to, mutations, flags | {"damage": damaged})
     return Verification(
         model=str(model),

@@ -9,7 +9,7 @@ differ. For this, gptkit may add biases that are zero, or remove such biases. If
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..converter.convert import families_of, main_dtype
 from ..converter.dtypes import widest
+from ..converter.opening import Opening
 from ..converter.targets import FOLDERS, Target, target
 from ..errors import MissingComponent, UsageError
 from .base import Filled, Guarantee, Model, Promise, StoredModel, Swapped, SwappedModel, Tensor, weakest
@@ -105,11 +106,10 @@ def chain(
     *,
     stored: str | None = None,
     text: Callable[[], CalibrationText] | None = None,
-    offline: bool = False,
-    allow_pickle: bool = False,
     names: Sequence[str] = (),
     leaves: bool = False,
     settled: int | None = None,
+    **opening: Unpack[Opening],
 ) -> Chain:
     """Run swap steps on an opened checkpoint. No tensor is computed unless several variants of a step are compared.
 
@@ -120,14 +120,13 @@ def chain(
             exactness can be measured from the files. It is the checkpoint's dtype if the result is approximate, becomes
             Hugging Face files, or has a merged adapter.
         text: A function that returns the text for calibrated swaps in the checkpoint's vocabulary, or raises NoText.
-        offline: Do not fetch adapters from the hub.
-        allow_pickle: Read adapters in pickles.
         names: The names of the steps in error messages. By default, a step is named by its number and option, if there
             are several steps.
         leaves: Whether the result becomes Hugging Face files.
         settled: The number of steps at the start of `steps` that run exactly as given. They are fitted on 2,048 tokens
             unless they name a number of tokens. For each later step, gptkit compares several variants on the text, and
             runs the best one. With None, all steps run as given.
+        opening: How adapters are opened.
 
     Raises:
         SwapRefused: A precondition of a step does not hold.
@@ -140,8 +139,7 @@ def chain(
         )
     models: list[Model] = [StoredModel(source)]
     results, done = list[Swapped](), list[Step]()
-    companions: dict[str, Any] = {"files": source.folder, "texts": dict(source.texts), "offline": offline}
-    companions["allow_pickle"] = allow_pickle
+    companions: dict[str, Any] = {"files": source.folder, "texts": dict(source.texts), "opening": opening}
     read = cache(text if text is not None else partial(read_text, source, None))
     companions["has_text"] = partial(_is_there, read)
     promise, tried = Promise(), list[tuple[Tried, ...]]()

@@ -130,7 +130,7 @@ def _tried(
     from .shapes import without_text
 
     source, step = model.checkpoint, Step(swap.option, value)
-    companions: dict[str, Any] = {"files": source.folder, "texts": source.texts, "offline": True}
+    companions: dict[str, Any] = {"files": source.folder, "texts": source.texts, "opening": {"offline": True}}
     swapped: Swapped
     if text is not None:
         swapped, fitted, chosen = apply(model, step, calibration=lambda: text, **companions), False, False

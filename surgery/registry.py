@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..components import Block, ModelSpec
+from ..converter.opening import Opening
 from ..errors import ConfigError, MissingComponent, SwapRefused, UsageError, meant
 from . import swaps
 from .facts import Assumed, WeightFacts
@@ -92,8 +93,7 @@ class Asked:
     origin: Origin | None = None  # the checkpoint and family that the model comes from
     files: Path | None = None  # the folder with the model's own tokenizer
     texts: Mapping[str, bytes] = field(default_factory=dict)  # tokenizer files that are not in the folder, by file name
-    offline: bool = False  # whether to use only local files and not fetch adapters from the hub
-    allow_pickle: bool = False  # whether to read adapters in pickles
+    opening: Opening = field(default_factory=Opening)  # how adapters are opened
 
     def number(self, quantity: str, least: int = 1, most: int = _LARGEST) -> int:
         """Return the number in the value: the part after the colon, or the whole value if it has no colon.

@@ -13,10 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 from ..analysis.costs import Costs, costs
 from ..components import ModelSpec
+from ..converter.opening import Opening
 from ..converter.resolve import read_spec
 from ..converter.tree import Origin
 from ..errors import InvalidInput, SwapRefused, UsageError
@@ -206,8 +207,7 @@ def swapped(
     *,
     files: Path | None = None,
     texts: Mapping[str, bytes] | None = None,
-    offline: bool = False,
-    allow_pickle: bool = False,
+    **opening: Unpack[Opening],
 ) -> Reshaped:
     """Run several swaps one after the other on shapes alone, without weights.
 
@@ -218,8 +218,7 @@ def swapped(
         reference: The model's name in messages.
         files: The folder of the model's tokenizer, which some swaps need.
         texts: Tokenizer files that are not in the folder.
-        offline: Do not fetch adapters from the hub.
-        allow_pickle: Read adapters in pickles.
+        opening: How adapters are opened.
 
     Raises:
         SwapRefused: A precondition of a swap does not hold, at least for typical trained weights.
@@ -232,8 +231,7 @@ def swapped(
         with suppress(InvalidInput):  # a folder without a model of its own: the spec is known all the same
             origin = read_spec(files)[1]
     origin = replace(origin, family=family, reference=reference)
-    given = {"origin": origin, "files": files, "texts": dict(texts or {}), "offline": offline}
-    given["allow_pickle"] = allow_pickle
+    given = {"origin": origin, "files": files, "texts": dict(texts or {}), "opening": opening}
     # The weights are unknown, so every tensor gets an object of its own for its contents.
     chain = _Chain(spec, {parameter.name: parameter.name for parameter in spec.parameters()}, given)
     for number, step in enumerate(steps):

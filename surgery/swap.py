@@ -17,6 +17,7 @@ from ..converter.convert import companions, plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.files import sha256_file
 from ..converter.names import CONFIG, LOCAL_CONFIG
+from ..converter.opening import Opening
 from ..converter.publish import Staging
 from ..converter.targets import FOLDERS, Target, target
 from ..converter.threads import as_before, suit
@@ -200,12 +201,13 @@ def swap(
     request = _requested(given, steps, asked, blocks, approximate, calibrate, calibrate_tokens, dtype, to)
     if not dry_run:
         Staging(Path(out), force).check()  # an output that cannot be written is refused before any work
-    source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    opening: Opening = {"offline": offline, "allow_pickle": allow_pickle}
+    source = open_checkpoint(model, allow_extra=allow_extra, **opening)
     suit(source.spec)
     if not dry_run and Path(out).resolve() in (source.path.resolve(), source.folder.resolve()):
         raise UsageError(f"the output folder {out} is the model itself, which would be lost", "Name another folder.")
     text = cache(partial(request.text, source))
-    done, recorded, family = _carried_out(request, source, text, dry_run, offline, allow_pickle)
+    done, recorded, family = _carried_out(request, source, text, dry_run, opening)
     stored = request.stored or done.stored
     records = [{**swapped.summary, "dtype": HF_NAMES[stored], "gptkit": __version__} for swapped in done.swapped]
     plan = _plan(source, done, records, family, request.stored)
@@ -256,12 +258,7 @@ def _requested(
 
 
 def _carried_out(
-    request: _Request,
-    source: Checkpoint,
-    text: Callable[[], CalibrationText],
-    dry_run: bool,
-    offline: bool,
-    allow_pickle: bool,
+    request: _Request, source: Checkpoint, text: Callable[[], CalibrationText], dry_run: bool, opening: Opening
 ) -> tuple[Chain, Recipe, Architecture | None]:
     """Run the steps of a request. Return their result, the recipe to store, and the family of Hugging Face files.
 
@@ -273,11 +270,10 @@ def _carried_out(
         request.steps,
         stored=request.stored,
         text=text,
-        offline=offline,
-        allow_pickle=allow_pickle,
         names=request.labels,
         leaves=leaves,
         settled=request.settled(dry_run),
+        **opening,
     )
     if recipe is not None and request.repeats and recipe.calibration and done.calibration != recipe.calibration:
         raise recipe.another_text()

@@ -19,16 +19,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from ..analysis.costs import Costs, costs
 from ..components import to_json
 from ..converter.files import locked, read_small
 from ..converter.names import json_bytes
+from ..converter.opening import Opening
 from ..converter.publish import require_place
 from ..converter.tree import write_spec
 from ..display import Record, Shown
 from ..errors import InvalidInput, NoNumber, UsageError
+from ..signatures import takes
 from ..surgery.recipe import in_messages
 from ..surgery.swap import swap
 from .data import ProgressCallback, TokenFile, open_tokens, paths_of
@@ -156,6 +158,7 @@ class Ablation(Record, Shown):
 # --- the runs ---------------------------------------------------------------------------------------------------------
 
 
+@takes(Opening)
 def ablate(
     plan: str | Path,
     out: str | Path,
@@ -164,11 +167,10 @@ def ablate(
     device: str | None = None,
     resume: bool = False,
     force: bool = False,
-    offline: bool = False,
-    allow_pickle: bool = False,
     tell: Callable[[str, int, TrainingStep], None] = lambda name, seed, step: None,
     ended: Callable[[str, int, RunResult], None] = lambda name, tokens, result: None,
     progress: ProgressCallback | None = None,
+    **opening: Unpack[Opening],
 ) -> Ablation:
     """Run the base and every variant of a plan with every seed. Finished runs are not repeated.
 
@@ -179,8 +181,7 @@ def ablate(
         device: where to train; by default on a GPU if there is one.
         resume: continue the ablation in `out`. Variants and seeds that are new in the plan are also run.
         force: start again in a folder that an ablation wrote. Its earlier results are replaced.
-        offline: use local files and the hub's cache only.
-        allow_pickle: also read .bin files (weights only).
+        offline, allow_pickle: see `Opening`.
         tell: called after every step, with the variant's name, the seed and the step.
         ended: called after every run, with the variant's name, the budget in tokens and the result.
         progress: called during tokenisation after every piece of text, with its number of bytes and the number of bytes
@@ -191,8 +192,7 @@ def ablate(
         UsageError, SwapRefused, ConfigError, Offline, GptkitError, KeyboardInterrupt: as in `train`, `heal` and `swap`.
     """
     target = Path(out).expanduser()
-    opening = {"device": device, "offline": offline, "allow_pickle": allow_pickle}
-    inputs = _Inputs.of(read_plan(plan), data, opening)
+    inputs = _Inputs.of(read_plan(plan), data, device, opening)
     with ExitStack() as stack:
         require_place(target)
         stack.enter_context(locked(target))
@@ -225,11 +225,12 @@ class _Inputs:
     variants: list[PlannedVariant]  # the base and the variants, once for every budget
     texts: list[Path | str]
     settings: dict[str, Any]  # the arguments of `train` and `heal` that all runs share
-    opening: dict[str, Any]  # the device, and how checkpoints are opened
+    device: str | None
+    opening: Opening
     tokenizer: str | None  # the model whose tokenizer reads the texts; None trains a new tokenizer
 
     @classmethod
-    def of(cls, plan: Plan, data: str | Path | Sequence[str | Path], opening: dict[str, Any]) -> _Inputs:
+    def of(cls, plan: Plan, data: str | Path | Sequence[str | Path], device: str | None, opening: Opening) -> _Inputs:
         """Return the inputs for a plan. The training texts are `data`, or those in the plan if `data` is empty.
 
         Raises:
@@ -240,18 +241,17 @@ class _Inputs:
             raise UsageError(
                 "the plan does not name a training text", 'Give --data FILE, or set data = ["FILE"] in the plan.'
             )
-        offline, allow_pickle = opening["offline"], opening["allow_pickle"]
-        arms = arms_of(plan, offline, allow_pickle)
+        arms = arms_of(plan, opening)
         length = plan.context or min(CONTEXT, *(longest(arm.spec) for arm in arms))
         variants = planned_variants(plan, arms, length)
         base = plan.base if isinstance(plan.base, str) else None
-        has_weights = base is not None and not tree_of(base, False, offline, allow_pickle)[1]
+        has_weights = base is not None and not tree_of(base, False, opening)[1]
         settings: dict[str, Any] = {
             "context": length, "batch": plan.windows(length) * length, "warmup": plan.warmup, "clip": plan.clip,
             "rate": usual_rate(size_of(arms[0].spec)) if plan.rate is None and plan.how == "train" else plan.rate,
             "decay": {"train": 0.1, "heal": 0.0}[plan.how] if plan.decay is None else plan.decay,
         }  # fmt: skip
-        return cls(plan, arms, variants, texts, settings, opening, base if has_weights else None)
+        return cls(plan, arms, variants, texts, settings, device, opening, base if has_weights else None)
 
     @property
     def seeds(self) -> range:
@@ -275,8 +275,10 @@ class _Inputs:
         """
         held_out, length, vocabulary = self.plan.held_out, self.settings["context"], self.arms[0].spec.vocab_size
         windows = self.plan.windows(length)
-        with process_group(self.opening["device"]) as group:
-            reader = TextReader(folder, True, group, self.tokenizer, vocabulary, progress, self.opening["offline"])
+        with process_group(self.device) as group:
+            reader = TextReader(
+                folder, True, group, self.tokenizer, vocabulary, progress, self.opening.get("offline", False)
+            )
             tokens = reader(self.texts, "data")
             if tokens.vocabulary > vocabulary:
                 raise UsageError(
@@ -290,7 +292,7 @@ class _Inputs:
             split(tokens, held_out, reader, length, windows, True)
         held_out = str(folder_of([held_out], folder / "held-out")) if isinstance(held_out, str) else held_out
         settings = {**self.settings, "held_out": held_out}
-        runs = _Runs(self.plan, folder, self.texts, tokens, settings, self.opening, tell)
+        runs = _Runs(self.plan, folder, self.texts, tokens, settings, self.device, self.opening, tell)
         return runs, {arm.name: runs.model(arm) for arm in self.arms}
 
 
@@ -351,7 +353,8 @@ class _Runs:
     texts: Sequence[str | Path]
     data: TokenFile
     settings: dict[str, Any]  # the arguments of `train` and `heal` that all runs share
-    opening: dict[str, Any]  # the device, and how checkpoints are opened
+    device: str | None
+    opening: Opening
     tell: Callable[[str, int, TrainingStep], None]
 
     @property
@@ -423,8 +426,7 @@ class _Runs:
         if not path.is_dir():
             with in_messages(label_of(arm)):
                 text = next((text for text in self.texts if Path(text).is_file()), None)  # some swaps are fitted on it
-                opening = {name: self.opening[name] for name in ("offline", "allow_pickle")}
-                swap(str(arm.start), path, arm.steps, measured=False, calibrate=text, **opening)
+                swap(str(arm.start), path, arm.steps, measured=False, calibrate=text, **self.opening)
         return path
 
     def run(self, variant: PlannedVariant, seed: int, model: Path | str) -> RunResult:
@@ -434,7 +436,7 @@ class _Runs:
         """
         path, name = self._path(variant, seed), variant.arm.name
         kl: float | None
-        options: Any = {**self.settings, **self.opening, "every": self.plan.every}
+        options: Any = {**self.settings, **self.opening, "device": self.device, "every": self.plan.every}
         options |= {"tokens": variant.tokens, "seed": seed}
         options |= {"resume": True, "force": True}  # files without a result are of this run, which was interrupted
         healed = self.plan.how == "heal" and name != "base"

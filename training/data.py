@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ from ..converter.checkpoint import open_checkpoint
 from ..converter.files import failed, read_small
 from ..converter.manifest import check_manifest, manifest_of
 from ..converter.names import json_bytes
+from ..converter.opening import Opening
 from ..converter.publish import Staging
 from ..converter.resolve import resolve
 from ..converter.tokenizer import Tokenizer, eos_ids, load_tokenizer, token_files
@@ -203,7 +204,9 @@ def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
     return vocabularies[0] == vocabularies[1] and one.encode(SAMPLE) == other.encode(SAMPLE)
 
 
-def require_tokenizer(tokens: TokenFile, model: str | Path, own: Tokenizer | None = None, **opening: bool) -> None:
+def require_tokenizer(
+    tokens: TokenFile, model: str | Path, own: Tokenizer | None = None, **opening: Unpack[Opening]
+) -> None:
     """Raise UsageError if tokens were made with another tokenizer than the model's.
 
     A model without a tokenizer accepts all tokens.
@@ -212,7 +215,7 @@ def require_tokenizer(tokens: TokenFile, model: str | Path, own: Tokenizer | Non
         tokens: the tokens.
         model: the model as the user named it, for opening it and for the message.
         own: the tokenizer of the model, if it is already loaded.
-        opening: options for opening the model, as in `open_checkpoint`.
+        opening: how the model is opened.
     """
     own = own or _tokenizer_of(model, **opening)[0]
     if own is not None and not same_tokenizer(tokens.load_tokenizer(), own):
@@ -364,7 +367,7 @@ def _tokenizer_files(
             raise InvalidInput(error.message, "Give a tokenizer.json, or a model that has one.") from error
         companions = token_files(file.parent) if file.name == "tokenizer.json" else []
         return {**_contents(companions), "tokenizer.json": file.read_bytes()}
-    coder, folder, texts_inside = _tokenizer_of(source, offline)
+    coder, folder, texts_inside = _tokenizer_of(source, offline=offline)
     if coder is None:
         raise UsageError(f"{source} has no tokenizer", "Give a tokenizer.json, or leave out --tokenizer to train one.")
     files = {**_contents(token_files(folder) if folder else ()), **texts_inside}
@@ -394,7 +397,7 @@ def _new_tokenizer_files(texts: Sequence[TextFile], vocabulary: int | None) -> d
 
 
 def _tokenizer_of(
-    model: str | Path, offline: bool = False, allow_pickle: bool = False
+    model: str | Path, **opening: Unpack[Opening]
 ) -> tuple[Tokenizer | None, Path | None, Mapping[str, bytes]]:
     """Return the tokenizer of a model, and where its files are.
 
@@ -402,10 +405,10 @@ def _tokenizer_of(
         The tokenizer, or None if the model has none; the folder with the tokenizer's files, or None; and the contents
         of these files by name, if they are stored inside another file such as a GGUF.
     """
-    path = resolve(model, weights=False, companions=True, offline=offline).path
+    path = resolve(model, weights=False, companions=True, **opening).path
     texts_inside: Mapping[str, bytes] = {}
     if path is not None and path.is_file():
-        texts_inside = open_checkpoint(model, headers_only=True, allow_pickle=allow_pickle).texts
+        texts_inside = open_checkpoint(model, headers_only=True, **opening).texts
     folder = None if path is None or path.is_file() else path
     return (load_tokenizer(folder or Path(), texts_inside) if folder or texts_inside else None), folder, texts_inside
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from ..analysis.costs import stated_context
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.dtypes import Array
+from ..converter.opening import Opening
 from ..converter.threads import as_before, suit
 from ..converter.tokenizer import Tokenizer, load_tokenizer
 from ..display import Record, Shown
@@ -36,6 +37,7 @@ from ..modules.generate import outside_vocabulary
 from ..modules.load import load_checkpoint
 from ..parity.compare import perplexity
 from ..parity.probe import TOGETHER, WINDOW
+from ..signatures import takes
 from ..surgery.registry import steps_named
 from ..surgery.shapes import swapped
 from .data import TextFile, boundary_ids, encode_piece, is_tokens, open_tokens, paths_of, require_tokenizer
@@ -509,6 +511,7 @@ def _by_bytes(a: _Predictions, b: _Predictions) -> tuple[Array, Array, Array]:
 
 
 @as_before()
+@takes(Opening)
 def evaluate(
     model: str | Path,
     data: str | Path | Sequence[str | Path],
@@ -522,10 +525,9 @@ def evaluate(
     dtype: torch.dtype | str = "float32",
     attention: Kernel = "sdpa",
     device: str | torch.device = "cpu",
-    offline: bool = False,
-    allow_pickle: bool = False,
     allow_extra: bool = False,
     progress: Callable[[str], None] | None = None,
+    **opening: Unpack[Opening],
 ) -> Evaluation:
     """Measure perplexity, bits per byte and top-k accuracy of a model on texts, also by position.
 
@@ -544,8 +546,7 @@ def evaluate(
         dtype: the dtype of the computation.
         attention: "sdpa" or "eager".
         device: where to compute.
-        offline: use local files and the hub's cache only.
-        allow_pickle: also read .bin files (weights only).
+        offline, allow_pickle: see `Opening`.
         allow_extra: ignore tensors that have no place in the model instead of refusing them.
         progress: called with a line about the progress of a model.
 
@@ -558,7 +559,7 @@ def evaluate(
         GptkitError: the logits are NaN.
     """
     paths = paths_of(data)
-    named = _opened(model, against, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    named = _opened(model, against, allow_extra=allow_extra, **opening)
     contexts = [min(stated_context(checkpoint.spec) or WINDOW, MOST) for checkpoint in named.values()]
     width = min(contexts) if context is None else context
     step = width if stride is None else stride
@@ -590,12 +591,15 @@ def evaluate(
     )
 
 
-def _opened(model: str | Path, against: str | Path | None, **opening: bool) -> dict[str, Checkpoint]:
+def _opened(
+    model: str | Path, against: str | Path | None, *, allow_extra: bool, **opening: Unpack[Opening]
+) -> dict[str, Checkpoint]:
     """Open one or two models, and return them by name. Raise MissingComponent if one does not predict a next token.
 
     If both have the same name, the names are changed so that they differ.
     """
-    checkpoints = [open_checkpoint(reference, **opening) for reference in (model, against) if reference is not None]
+    references = [reference for reference in (model, against) if reference is not None]
+    checkpoints = [open_checkpoint(reference, allow_extra=allow_extra, **opening) for reference in references]
     for checkpoint in checkpoints:
         checkpoint.spec.predicts("eval")
         checkpoint.spec.one_stack("eval")

@@ -32,11 +32,12 @@ from ..errors import InvalidInput, UsageError
 from ..modules import Decoder
 from ..modules.load import load
 from ..modules.save import require_form, save
+from ..signatures import takes
 from ..surgery.recipe import HEAL, read_recipe
 from ..surgery.registry import Step
 from .data import SAMPLE, ProgressCallback, Stretch, TokenFile, Windows, paths_of, require_tokenizer
 from .loop import Settings, TrainingStep, usual_rate
-from .options import FURTHER, HealOptions, takes, windows_of
+from .options import FURTHER, HealOptions, windows_of
 from .parallel import Group, process_group
 from .rates import FILE
 from .runs import HeldOutFigures, Outcome, Runs, stores_in

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..converter.files import locked
+from ..converter.opening import Opening
 from ..errors import UsageError
 from ..surgery.recipe import read_recipe
 from ..surgery.registry import Step
@@ -63,7 +64,7 @@ def swap(
             f"{content.where}: the heal step sets both tokens and seconds, but needs exactly one of them",
             "Remove one of them.",
         )
-    opening: dict[str, Any] = {name: options[name] for name in ("offline", "allow_pickle") if name in options}
+    opening: Any = {name: options[name] for name in Opening.__annotations__ if name in options}
     folder = run_folder(target, "healing")
     runs = stores_in(folder, Group(0, 1, torch.device("cpu")))
     require_free(target, resume, force, runs)

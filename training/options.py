@@ -1,12 +1,11 @@
 """The options of `train` and `heal` as records, which the commands, the Python functions and recipes share."""
 
-import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from ..converter.opening import Opening
 from ..errors import UsageError, shown
 from .loop import Settings
 from .parallel import Group
@@ -69,8 +68,8 @@ class RunOptions:
     """Also read .bin files (weights only)."""
 
     @property
-    def opening(self) -> dict[str, Any]:
-        """Keyword arguments for opening checkpoints."""
+    def opening(self) -> Opening:
+        """The options for opening checkpoints."""
         return {"offline": self.offline, "allow_pickle": self.allow_pickle}
 
     def settings(
@@ -160,28 +159,6 @@ class HealOptions(RunOptions):
             raise UsageError(f"beside must be True, False, 'control' or 'floor', not {shown(self.beside, 40)}")
         if not 0 <= self.hidden < math.inf:
             raise UsageError(f"--hidden, the weight of the hidden-state loss, must be 0 or more, not {self.hidden:g}")
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def takes(options: type[RunOptions]) -> Callable[[_Function], _Function]:
-    """Return a decorator for functions that take the fields of an options record as `**fields`.
-
-    The decorated function's signature lists these fields.
-    """
-
-    def decorate(function: _Function) -> _Function:
-        signature = inspect.signature(function)
-        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-        listed = [
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-            for field in fields(options)
-        ]
-        function.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
-        return function
-
-    return decorate
 
 
 def windows_of(batch: int | None, length: int, tokens: int | None, parts: int, steps: int) -> int:

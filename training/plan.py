@@ -37,6 +37,7 @@ from ..architectures import architecture_of
 from ..components import ModelSpec, from_json, to_json
 from ..components.serialise import explained
 from ..converter.files import read_small
+from ..converter.opening import Opening
 from ..errors import ConfigError, InvalidInput, UsageError
 from ..surgery.recipe import MOST_BYTES, in_messages, read_recipe
 from ..surgery.registry import Step, steps_named
@@ -252,7 +253,7 @@ class Arm:
     steps: tuple[Step, ...] = ()  # the swaps
 
 
-def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
+def arms_of(plan: Plan, opening: Opening) -> list[Arm]:
     """Return the base and all variants of a plan with their architectures.
 
     Raises:
@@ -269,7 +270,7 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
                     "how = 'heal' needs a base with weights, but this plan describes the base by a table of sizes", hint
                 )
             return architecture_of(model).spec(model)
-        outline, scratch = tree_of(model, False, offline, allow_pickle)
+        outline, scratch = tree_of(model, False, opening)
         if scratch and plan.how == "heal":
             raise InvalidInput(f"how = 'heal' needs a base with weights, but {model} has none", hint)
         return outline.spec
@@ -293,7 +294,7 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
                 *steps_from((), variant.recipe or None),
                 *(step for text in variant.swap for step in steps_from([text])),
             ]
-            spec, steps = swapped(spec, new_steps, reference=variant.name, offline=offline).spec, (*steps, *new_steps)
+            spec, steps = swapped(spec, new_steps, reference=variant.name, **opening).spec, (*steps, *new_steps)
         return Arm(variant.name, variant.comment, edited(spec, variant.changes, variant.remove), start, steps)
 
     with in_messages("base"):

@@ -22,6 +22,7 @@ from ..components import ModelSpec, to_json
 from ..components import operations as ops
 from ..converter.files import sha256_file
 from ..converter.names import json_bytes
+from ..converter.opening import Opening
 from ..converter.outline import Outline, outline
 from ..converter.resolve import identify
 from ..converter.threads import suit
@@ -33,6 +34,7 @@ from ..modules.generate import Sampling
 from ..modules.generate import generate as generate_tokens
 from ..modules.load import as_array, build, load
 from ..modules.save import save
+from ..signatures import takes
 from .data import (
     SMALLEST,
     ProgressCallback,
@@ -47,7 +49,7 @@ from .data import (
     tokenize,
 )
 from .loop import Run, Settings, TrainingStep, fit, usual_rate
-from .options import FURTHER, STEPS, TrainOptions, takes, windows_of
+from .options import FURTHER, STEPS, TrainOptions, windows_of
 from .parallel import Group, process_group
 from .state import Store, claim, run_folder
 
@@ -170,7 +172,7 @@ def train(
         group = stack.enter_context(process_group(options.device))
         store = Store(run_folder(target, "training"), group)
         group.lead(lambda: claim(stack, target, store.folder, lambda: [store], resume, force))
-        source = tree_of(str(model), options.random, **options.opening)
+        source = tree_of(str(model), options.random, options.opening)
         tree, scratch = source
         length = min(CONTEXT, longest(tree.spec)) if options.context is None else options.context
         steps = STEPS if scratch else FURTHER
@@ -288,7 +290,7 @@ def _train_model(
         ) from error
 
 
-def tree_of(model: str, random: bool, offline: bool, allow_pickle: bool) -> tuple[Outline, bool]:
+def tree_of(model: str, random: bool, opening: Opening) -> tuple[Outline, bool]:
     """Return the outline of a model (its architecture and tokenizer), and whether training starts from random weights.
 
     Training starts from random weights if the model has no weights, or if `random` is true.
@@ -302,7 +304,7 @@ def tree_of(model: str, random: bool, offline: bool, allow_pickle: bool) -> tupl
         and not any(name.endswith(_WEIGHTS) for name in names)
     )
     scratch = random or reference.preset is not None or is_config or has_no_weights
-    return outline(reference, offline=offline, allow_pickle=allow_pickle, companions=not scratch), scratch
+    return outline(reference, companions=not scratch, **opening), scratch
 
 
 def size_of(spec: ModelSpec) -> int:

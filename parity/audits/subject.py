@@ -13,6 +13,7 @@ from ...converter.checkpoint import Checkpoint, open_scanned
 from ...converter.formats.gguf import declared
 from ...converter.matching import Match, match
 from ...converter.names import CONFIG, LOCAL_CONFIG
+from ...converter.opening import Opening
 from ...converter.resolve import read_spec
 from ...converter.scan import FileScan
 from ...converter.tree import Origin
@@ -100,7 +101,7 @@ class Subject:
     source: FileScan | None  # the files of the model that it was made from
     loader: str | None  # the program that is to load the checkpoint
     values: bool  # whether the values are to be read
-    opening: Mapping[str, bool]  # options for `open_checkpoint`
+    opening: Opening
     progress: Callable[[int, int], None]  # called with the bytes read since the last call, and the total
     names: dict[str, str] = field(default_factory=dict)  # misnamed tensors: name in the files -> the expected name
     in_source: list[str] = field(default_factory=list)  # missing tensors that the source has with the required shape
@@ -199,7 +200,7 @@ class Subject:
     def checkpoint(self) -> Checkpoint | GptkitError:
         """Return the checkpoint as `gptkit.load` opens it, or the error that this raises."""
         try:
-            return open_scanned(self.files, allow_pickle=self.opening["allow_pickle"])
+            return open_scanned(self.files, allow_pickle=self.opening.get("allow_pickle", False))
         except GptkitError as error:
             return error
 

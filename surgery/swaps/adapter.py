@@ -12,13 +12,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from ...architectures.config import read_config_file
 from ...converter.dtypes import to_float64
 from ...converter.names import ADAPTER_CONFIG
+from ...converter.opening import Opening
 from ...converter.patterns import first_matches
 from ...converter.weights import Weights
 from ...errors import InvalidInput, SwapRefused, shown
@@ -237,13 +238,13 @@ def wrappers(module: str) -> int:
     return (len(module) - len(without_wrappers(module))) // len(_WRAPPER)
 
 
-def read_adapter(reference: str, *, offline: bool = False, allow_pickle: bool = False) -> Adapter:
+def read_adapter(reference: str, **opening: Unpack[Opening]) -> Adapter:
     """Read an adapter from a folder, or from a repository on the hub (org/name, org/name@revision).
 
     Raises the errors of `open_files`, and SwapRefused if the adapter is not LoRA, or has settings that gptkit does not
     support.
     """
-    config_path, file, sha256 = open_files(reference, offline, allow_pickle)
+    config_path, file, sha256 = open_files(reference, **opening)
     config = read_config_file(config_path)[0]
     if "peft_type" not in config and ("lora_parameters" in config or "fine_tune_type" in config):
         return _read_mlx(reference, config, sha256, file)

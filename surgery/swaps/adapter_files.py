@@ -35,7 +35,7 @@ _READERS: dict[str, Callable[[Path], Weights]] = {
 """The readers for files with an adapter's weights, by file name. The preferred file comes first."""
 
 
-def open_files(reference: str, offline: bool, allow_pickle: bool) -> tuple[Path, Weights, str]:
+def open_files(reference: str, *, offline: bool = False, allow_pickle: bool = False) -> tuple[Path, Weights, str]:
     """Return the path of an adapter's config, its opened tensors, and the sha256 of the file with the tensors.
 
     `reference` is a folder, or a repository on the hub (org/name, org/name@revision). Raises InvalidInput if there is

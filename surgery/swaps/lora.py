@@ -173,7 +173,7 @@ class _Unmerged:
 
 def _merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
     """Merge the adapter that the value of the option names into the weights of the model."""
-    adapter = read_adapter(asked.value, offline=asked.offline, allow_pickle=asked.allow_pickle)
+    adapter = read_adapter(asked.value, **asked.opening)
     architecture, leaves = leaves_of(spec, asked.origin)
     adapter = with_tables(adapter, architecture, leaves, spec)
     changes = changes_of(adapter, architecture, leaves, spec)

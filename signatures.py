@@ -1,0 +1,31 @@
+"""List in a function's signature the keyword arguments that it takes as `**options`."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def takes(options: type) -> Callable[[_Function], _Function]:
+    """Return a decorator for functions whose `**options` are the fields of a record, or the keys of a TypedDict.
+
+    The signature of the decorated function lists them. The default of a TypedDict's key is False.
+    """
+    if is_dataclass(options):
+        listed = [(field.name, field.default, field.type) for field in fields(options)]
+    else:
+        listed = [(name, False, kind) for name, kind in inspect.get_annotations(options).items()]
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, default, kind in listed
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
