@@ -158,7 +158,10 @@ def tables(run: Pass, operations: Iterable[ops.AnyOperation]) -> int:
 
 
 class MixingActivations(msgspec.Struct, frozen=True):
-    """The operations of one attention that a kernel can fuse: from q·kᵀ to the weighted sum of values."""
+    """The operations of one attention that a kernel can fuse, from q·kᵀ to the weighted sum of values.
+
+    The methods say which of them a kernel fuses, and how much memory they need.
+    """
 
     scores: ops.Scores
     alibi: ops.Alibi | None

@@ -225,7 +225,7 @@ class PrefillMemory:
         return _Step(size, moved + size // run.size * weighted - size)
 
     def _mix(self, operation: ops.Mix, size: int) -> _Step:
-        """Return the memory of attention scores and of the output, besides queries, keys and values."""
+        """Return the memory of attention scores and of the output. Queries, keys and values are counted elsewhere."""
         mixing = self.mixings[operation.id]
         run, heads, query_dim, pairs = self.run, mixing.scores.heads, mixing.scores.query_dim, mixing.pairs(self.run)
         q = run.rows * heads * query_dim * run.size

@@ -430,7 +430,7 @@ def _of_kind(facts: GgufFacts, key: str, *, local: bool) -> int:
 def _heads_by_layer(facts: GgufFacts) -> dict[str, dict[str, int]]:
     """Return Gemma 4's config field `per_layer_config`.
 
-    It has the width and the number of key-value heads of layers without a window.
+    For every layer without a window, it has the width of a head and the number of key-value heads.
     """
     kv_heads = _of_kind(facts, "attention.head_count_kv", local=False)
     own = {"head_dim": facts.integer(WIDTH), "num_key_value_heads": kv_heads}

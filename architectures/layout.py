@@ -1,20 +1,20 @@
-"""Layouts: bijections between the elements of one checkpoint tensor and of one or several shared tensors.
+"""Layouts: bijections between the elements of one checkpoint tensor and of one or several of gptkit's parameters.
 
 A layout consists of two axis patterns, as in einops, and can be inverted:
 
     Layout("hidden (part heads head_dim)", "(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
 
 In this example, the checkpoint tensor has two dimensions, and the second contains q, k and v one after the other. The
-shared tensors have the same axes with `hidden` last. Parentheses flatten axes into one dimension. `split` names the
-axis that is divided among the shared tensors, and `parts` gives its extent in every one of them. An extent is the name
+parameters have the same axes with `hidden` last. Parentheses flatten axes into one dimension. `split` names the
+axis that is divided among the parameters, and `parts` gives its extent in every one of them. An extent is the name
 of a size of the block (`heads`, `head_dim`, …), a quotient of a size (`heads/4`) or a number.
 
-`stack` names an axis that the shared tensors do not have: there is a set of shared tensors for every index of it. For
+`stack` names an axis that the parameters do not have: there is a set of parameters for every index of it. For
 example,
 
     Layout("experts hidden (part intermediate)", "(part intermediate) hidden", "part", ("1", "1"), stack="experts")
 
-means: one tensor contains gate and up of all experts. The shared tensors are gate and up of the first expert, then of
+means: one tensor contains gate and up of all experts. The parameters are gate and up of the first expert, then of
 the second, and so on.
 
 The steps are reshape, permute, split, reshape. The inverse is reshape, concatenate, permute, reshape. Both work on
@@ -72,7 +72,7 @@ def concatenate(arrays: Sequence[Any], axis: int) -> Any:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a checkpoint tensor is split into one or several parameters (shared tensors), and joined from them.
+    """How a checkpoint tensor is split into one or several of gptkit's parameters, and joined from them.
 
     A layout consists of two patterns of axes, which the module's docstring explains. If `checkpoint` is empty, the
     tensor and its only parameter are equal.
@@ -81,19 +81,19 @@ class Layout:
     checkpoint: str = ""
     """The pattern of the checkpoint tensor's axes."""
     shared: str = ""
-    """The pattern of the axes of every shared tensor. If it is empty, it is the pattern `checkpoint` without the axis
+    """The pattern of the axes of every parameter. If it is empty, it is the pattern `checkpoint` without the axis
     `stack`."""
     split: str | None = None
-    """The axis of the checkpoint tensor that is divided among the shared tensors."""
+    """The axis of the checkpoint tensor that is divided among the parameters."""
     parts: tuple[str, ...] = ("1",)
-    """The extents that the axis `split` has in the shared tensors, one for each."""
+    """The extents that the axis `split` has in the parameters, one for each."""
     stack: str | None = None
-    """The axis of the checkpoint tensor that has a set of shared tensors for every index, such as the axis of
+    """The axis of the checkpoint tensor that has a set of parameters for every index, such as the axis of
     experts."""
 
     @property
     def is_identity(self) -> bool:
-        """Whether there is only one shared tensor, which is equal to the checkpoint tensor."""
+        """Whether the checkpoint tensor is itself one of gptkit's parameters, and nothing is split or permuted."""
         return not self.checkpoint
 
     @cached_property
@@ -124,13 +124,13 @@ class Layout:
         return 1 if self.stack is None else sizes[self.stack]
 
     def _extents(self, sizes: _Sizes) -> list[int]:
-        """Return the extent of the axis `split` in every shared tensor of a set."""
+        """Return the extent of the axis `split` in every parameter of a set."""
         return [_extent(part, sizes) for part in self.parts]
 
     def _axes(self, sizes: _Sizes, part: int | None = None) -> dict[str, int]:
-        """Return the extent of every axis in the checkpoint tensor, or in one of the shared tensors.
+        """Return the extent of every axis in the checkpoint tensor, or in one of the parameters.
 
-        `part` is the index of this tensor in a set of shared tensors.
+        `part` is the index of this tensor in a set of parameters.
         """
         names = [axis for dimension in self._checkpoint for axis in dimension]
         extents = self._extents(sizes)
@@ -142,7 +142,7 @@ class Layout:
 
         Args:
             sizes: the extents of the axes by name.
-            shared: the shapes of the shared tensors. They are only used if the layout is the identity.
+            shared: the shapes of the parameters. They are only used if the layout is the identity.
         """
         if self.is_identity:
             (shape,) = shared
@@ -151,7 +151,7 @@ class Layout:
         return tuple(math.prod(axes[a] for a in dimension) for dimension in self._checkpoint)
 
     def shared_shapes(self, sizes: _Sizes) -> list[Shape]:
-        """Return the shapes of the shared tensors. The layout must not be the identity."""
+        """Return the shapes of the parameters. The layout must not be the identity."""
         shapes = []
         for part in range(len(self.parts)):
             axes = self._axes(sizes, part)
@@ -181,7 +181,10 @@ class Layout:
         return runs, sorted(runs, key=lambda run: target.index(run[0]))
 
     def forward(self, tensor: Any, sizes: _Sizes) -> list[Any]:
-        """Split a checkpoint tensor into the shared tensors. Where possible, they are views of it."""
+        """Split a checkpoint tensor into parameters, which are views of it if possible.
+
+        `sizes` are the extents of the named axes.
+        """
         if self.is_identity:
             return [tensor]
         source, target = self._runs
@@ -201,7 +204,7 @@ class Layout:
         return [piece.reshape(shape) for piece, shape in zip(pieces, self.shared_shapes(sizes), strict=True)]
 
     def inverse(self, tensors: Sequence[Any], sizes: _Sizes) -> Any:
-        """Join the shared tensors into the checkpoint tensor."""
+        """Join parameters into the checkpoint tensor. `sizes` are the extents of the named axes."""
         if self.is_identity:
             (tensor,) = tensors
             return tensor
@@ -220,4 +223,4 @@ class Layout:
 
 IDENTITY = Layout()
 NUMBER = Layout(" ", "()")
-"""The layout of a checkpoint tensor without dimensions. Its shared tensor has the shape (1,)."""
+"""The layout of a checkpoint tensor without dimensions. Its parameter has the shape (1,)."""

@@ -49,7 +49,7 @@ class Lens:
 
 
 def attentions(spec: ModelSpec) -> list[Attention]:
-    """Return the attention of every layer. Raises CannotExpress if a layer has another kind of attention, or none."""
+    """Return the attention of every layer. Raises CannotExpress if a layer has none, or one that is no `Attention`."""
     return [of_kind(block.attention, Attention) for block in spec.blocks]
 
 

@@ -137,7 +137,7 @@ class LayerEmbedding(Component, frozen=True):
 
     @property
     def every(self) -> int:
-        """The number of elements that one token has in the inputs of all layers together: layers · width."""
+        """The number of elements in a row of the table, which has `width` elements for every layer."""
         return self.layers * self.width
 
     def words(self) -> dict[str, Words]:

@@ -160,8 +160,8 @@ def open_files(
 ) -> TensorFiles:
     """Open a checkpoint. If its family is unknown or gptkit cannot load it, return its tensors by name instead.
 
-    The keyword arguments are passed to `open_checkpoint`. `allow_extra` and `partial` have no effect on tensors listed by
-    name.
+    The keyword arguments are those of `open_checkpoint`. If the tensors are listed by name, `allow_extra` and `partial`
+    have no effect.
     """
     try:
         return open_checkpoint(

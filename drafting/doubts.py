@@ -157,7 +157,7 @@ def _fixed(draft: Draft, roles: set[str], words: KnownNames) -> Iterator[Doubt]:
 
 
 def _layers_of(donor: Donor, rotary: RotaryKind) -> dict[str, Any]:
-    """Return the patch that copies from the family `donor` how it reads differences between layers from the config.
+    """Return a patch: the draft reads differences between layers from the config in the same way as the family `donor`.
 
     If the donor has RoPE, the patch sets the draft's RoPE to `rotary`. Otherwise it removes RoPE.
     """

@@ -51,8 +51,8 @@ def fix(new: str | Path | Reference, out: str | Path, *, force: bool = False, **
         new: the checkpoint: a folder, a file, or a repository on the hub.
         out: the folder to create.
         force: replace an existing checkpoint folder.
-        options: further arguments of `audit`: `source`, `loader`, `values`, `progress`, `offline` and `allow_pickle`. The
-            copy has safetensors, also if `new` has pickles.
+        options: further arguments of `audit`: `source`, `loader`, `values`, `progress`, `offline` and `allow_pickle`.
+            The copy has safetensors, also if `new` has pickles.
 
     Raises:
         InvalidInput: as `audit`; also if a weight file cannot be read, or a missing tensor is only on the hub.

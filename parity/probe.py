@@ -240,9 +240,11 @@ def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[_Limit]:
 
 
 def whole_context(a: ModelSpec, b: ModelSpec, supported: int | None = None) -> int | None:
-    """Return the length in tokens of the longest context that both models support, if it has to be tested.
+    """Return a length in tokens at which two models with different position encodings must be compared.
 
-    Return None if their positions do not differ, or differ only beyond some length, or if a context length is unknown.
+    It is the longer of their two contexts, or the longest that both support. Return None if the positions are the same,
+    or if they differ only beyond a certain length, for which `limited_to` is responsible. Also return None if a context
+    length is unknown.
     """
     known = [tree.context_length for tree in (a, b) if tree.context_length is not None]
     if len(known) < 2 or all(limit.tokens for limit in _parts_behind(a, b)):

@@ -71,7 +71,8 @@ def try_mistakes(
         asked: whether the user asked for mistakes in the model itself.
         stream: whether the model runs one layer at a time.
         notes: notes for the user, to which this function adds.
-        up_to: the longest sequence that matters, in tokens.
+        up_to: the longest sequence that the user cares about, in tokens. Mistakes that show only beyond
+            it do not count.
     """
     if not stream and (asked or count(source.spec).total <= SMALL):
         return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
@@ -113,7 +114,8 @@ def score(
         weights: its weights in fp64.
         batches: the test inputs (the probe).
         unprobed: the names of mistakes that are not made.
-        up_to: the longest sequence that matters, in tokens.
+        up_to: the longest sequence that the user cares about, in tokens. Mistakes that show only beyond
+            it do not count.
     """
     caught, unseen, allowed = _caught(spec, weights, batches, lambda name: name not in unprobed)
     by_chance, missed = _by_random(spec, weights, batches, unseen), list[str]()

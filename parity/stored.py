@@ -168,7 +168,7 @@ def rows_to_probe(
         batches: the test inputs (the probe).
         required: whether the two models need the same bytes. If so, a few rows are enough to show the effect.
         long: make batches for all differing rows.
-        up_to: the longest sequence that matters, in tokens.
+        up_to: the longest sequence that the user cares about, in tokens.
 
     Returns:
         The new batches, and messages about the differing rows that remain without a batch.

@@ -57,7 +57,7 @@ def sizes(step: Step, text: CalibrationText, parameters: int) -> list[int]:
 
 
 def may_choose(step: Step) -> bool:
-    """Return whether a step has several variants to choose from: simpler ones, or fits on more tokens."""
+    """Return whether gptkit can do a swap (a step) in several ways: without its fit, or with a fit on more tokens."""
     swap = swap_for(step.option, step.value)
     return bool(swap.others(step)) or (swap.calibrated and not swap.chooses and not step.approximate)
 

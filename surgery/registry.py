@@ -234,7 +234,7 @@ class Swap:
         return re.fullmatch(pattern, value, re.DOTALL)
 
     def others(self, step: Step) -> list[Step]:
-        """Return the simpler variants of a step (`cheaper`), which may be better on a text than the step itself."""
+        """Return simpler ways to do the swap, as `cheaper` lists them. One may give a lower loss than the fit."""
         if step.approximate or (self.cheaper is None and not self.calibrated):
             return []
         return list((self.cheaper or plainly)(step))

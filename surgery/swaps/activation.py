@@ -135,9 +135,10 @@ def _pair(old: Activation, kind: str) -> tuple[tuple[float, float], tuple[float,
 
 
 def _to_other(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Change the activation with the slope that is known without a text.
+    """Change the activation function, and scale its input and output so that both functions have a similar slope.
 
-    With --approximate, change only the activation function and no weights.
+    The factor is a constant of the pair of functions, so no text is needed to fit it. With --approximate, change only
+    the activation function and no weights.
     """
 
     def tensors_of_layer(_: int, path: str, old: Dense) -> dict[str, Tensor]:
@@ -266,7 +267,7 @@ def _worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
 
 
 def _known_slope(new: Activation, step: Step) -> list[Step]:
-    """Return the simpler variant of a step: with the slope that is known without a text."""
+    """Return the simpler variant of a step: `_to_other`, which scales by a constant instead of a fit on a text."""
     return [dataclasses.replace(step, value=new)]
 
 
