@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import few
+from helpers.covering import few, rest_slow
 from helpers.families import (
     VOCAB,
     continued,
@@ -216,7 +216,7 @@ def test_the_order_of_sums_is_transformers(what: str) -> None:
 
 
 @few(1)
-@families
+@pytest.mark.parametrize("family", rest_slow(ARCHITECTURES))
 def test_a_random_config_comes_back_and_is_verified(family: str, tmp_path: Path) -> None:
     assert filed(family, 0, tmp_path) == []
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from helpers.command import call
-from helpers.covering import covered, few, layouts, others_slow, slow_unless_new
+from helpers.covering import covered, few, layouts, others_slow, rest_slow, slow_unless_new
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, edited, modern, randomised_reference, save_hf
 from helpers.hubserver import Hub, Repo
 from helpers.unknown import composite
@@ -381,7 +381,7 @@ def test_nan_in_a_stored_tied_head_equals_itself(gpt2: tuple[Path, Any], tmp_pat
 
 
 @few(4)
-@pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
+@pytest.mark.parametrize("variant", rest_slow(REPRESENTATIVES.values()))
 def test_shards_that_transformers_reads(variant: Variant, tmp_path: Path) -> None:
     model = save_hf(variant.config, tmp_path / "source")
     for to, name in (("local", "local"), ("hf", "back")):

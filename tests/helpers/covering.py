@@ -7,7 +7,7 @@ whatever family it is of), the ones that bring most first; the rest bear the mar
 lot: the cover of a list of cases is always the same.
 
 Some tests are too slow for all variants even in `make test-all`: it runs the first variant of each family and those
-that show something new (`slow_unless_new`), and `make test-slow` the others.
+that show something new (`slow_unless_new`), or a cover of them (`rest_slow`), and `make test-slow` the others.
 
 A test whose cases go over all families is covered without being told to: a family more makes `make test` no longer
 unless there is something in its trees that was in none before.
@@ -62,7 +62,7 @@ def slow_unless_new(variant: str | None) -> list[pytest.MarkDecorator]:
     """Return the mark `slow` for a variant that shows nothing new: it is not its family's first, and every fact of its
     tree and every layout of its tensors also occurs in a variant without the mark.
     """
-    return [] if variant in {None, *_not_slow()} else [pytest.mark.slow]
+    return [] if variant in {None, *TREES, *_not_slow()} else [pytest.mark.slow]
 
 
 @cache
@@ -74,13 +74,18 @@ def _not_slow() -> frozenset[str]:
     return frozenset(first | {others[place] for place in chosen([contents(name) - shown for name in others])})
 
 
-def rest_slow(families: Iterable[str], by: Callable[[str], AbstractSet[Hashable]]) -> list[Any]:
-    """Return families as parameters. Those that show nothing new are slow; `by` returns what a family's model shows."""
-    names = [*families]
-    kept = chosen([by(REPRESENTATIVES[name].name) for name in names])
+def rest_slow(cases: Iterable[Any], by: Callable[[str], AbstractSet[Hashable]] | None = None) -> list[Any]:
+    """Return families or variants as parameters, for a test of which a cover is enough also in `make test-all`.
+
+    All cases are slow that are not needed to show everything that some case shows. `by` returns what a variant shows,
+    by its name; by default, these are `contents`. Cases that are neither a family nor a variant are not slow.
+    """
+    listed = [*cases]
+    shown = [(by or contents)(name) if (name := model_of(case)) else frozenset({str(case)}) for case in listed]
+    kept = chosen(shown)
     return [
-        pytest.param(name, id=name, marks=[] if place in kept else [pytest.mark.slow])
-        for place, name in enumerate(names)
+        pytest.param(case, id=str(case), marks=[] if place in kept else [pytest.mark.slow])
+        for place, case in enumerate(listed)
     ]
 
 

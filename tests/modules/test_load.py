@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import few, others_slow
+from helpers.covering import few, others_slow, rest_slow
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf, spec_of
 from helpers.generation import generate_ids
 from torch import Tensor, nn
@@ -166,7 +166,7 @@ def idle(model: nn.Module) -> set[str]:
 
 
 @few(4)
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", rest_slow(ARCHITECTURES))
 @pytest.mark.parametrize("used_before", [False, True], ids=["fresh", "after generating"])
 def test_it_can_be_trained(family: str, used_before: bool, tmp_path: Path) -> None:
     """Fused families too, and after inference, which turns their parameters into views of one matrix."""

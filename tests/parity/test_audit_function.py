@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import call
-from helpers.covering import few, others_slow
+from helpers.covering import few, rest_slow
 from helpers.families import CONFIGS, save_hf
 from safetensors.torch import load_file, save_file
 
@@ -138,7 +138,7 @@ def other_value(value: Any) -> Any:
 
 
 @few(4)
-@pytest.mark.parametrize("variant", others_slow(CONFIGS))
+@pytest.mark.parametrize("variant", rest_slow(CONFIGS))
 def test_every_field_that_changes_the_tree_is_named(
     variant: str, models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers.command import call
-from helpers.covering import contents, exhaustive, few, rest_slow, slow_unless_new
+from helpers.covering import exhaustive, few, rest_slow, slow_unless_new
 from helpers.families import (
     CONFIGS,
     DISTINCT,
@@ -400,7 +400,7 @@ def test_a_repair_undoes_the_mistake(name):
 
 
 @few(3)
-@pytest.mark.parametrize("family", rest_slow(REPRESENTATIVES, contents))
+@pytest.mark.parametrize("family", rest_slow(REPRESENTATIVES))
 def test_the_probe_catches_every_mistake_on_random_weights(family):
     config = REPRESENTATIVES[family].config
     decoder = decoder_from(randomised_reference(config, torch.float64, "eager"), config)

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 from helpers import covering
-from helpers.covering import exhaustive, few, others_slow
+from helpers.covering import exhaustive, few, rest_slow
 from helpers.families import CONFIGS, VARIANTS, save_hf
 
 from gptkit.converter.checkpoint import open_checkpoint
@@ -21,7 +21,7 @@ QUICK = [variant for variant in VARIANTS if variant.name != "mistral-default-win
 
 
 @few(4)
-@pytest.mark.parametrize("variant", others_slow(QUICK))
+@pytest.mark.parametrize("variant", rest_slow(QUICK))
 def test_streamed_logits_are_those_in_memory(variant, tmp_path):
     save_hf(variant.config, tmp_path / "hf", torch.bfloat16)
     checkpoint = open_checkpoint(tmp_path / "hf")

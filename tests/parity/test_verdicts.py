@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import covered, few, others_slow
+from helpers.covering import covered, few, rest_slow
 from helpers.families import VARIANTS, Variant, edited, save_hf, spec_of
 
 from gptkit.architectures import architecture_of
@@ -110,7 +110,7 @@ def written(result: Verification) -> str:
 
 
 @few(12)
-@pytest.mark.parametrize("variant", others_slow(VARIANTS))
+@pytest.mark.parametrize("variant", rest_slow(VARIANTS))
 def test_every_changed_copy_gets_a_verdict(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for each in (module, probe):
         monkeypatch.setattr(each, "probe", one_input)

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers.command import call
-from helpers.covering import few, slow_unless_new
+from helpers.covering import few, rest_slow, slow_unless_new
 from helpers.edited import Tensors, damaged, exchange, exit_code, pairs, scale, setting, with_spec
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
 
@@ -82,7 +82,7 @@ def test_every_variant_is_identical(variant: Variant, dtype: str, tmp_path: Path
 
 
 @few(1)
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", rest_slow(ARCHITECTURES))
 def test_every_family_stored_in_bf16_and_converted(family: str, tmp_path: Path) -> None:
     save_hf(REPRESENTATIVES[family].config, tmp_path / "hf", torch.bfloat16)
     gptkit.convert(tmp_path / "hf", tmp_path / "local")
@@ -95,7 +95,7 @@ def test_every_family_stored_in_bf16_and_converted(family: str, tmp_path: Path) 
 
 
 @few(1)
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", rest_slow(ARCHITECTURES))
 def test_fp64_is_equal_though_transformers_keeps_parts_of_it_in_fp32(
     family: str, pair: Callable[[str], tuple[Path, Path]]
 ) -> None:
@@ -441,7 +441,7 @@ def test_activations_that_overflow_are_no_verdict(tmp_path: Path) -> None:
 
 
 @few(2)
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", rest_slow(ARCHITECTURES))
 def test_the_same_values_in_a_wider_dtype_are_the_same(family: str, tmp_path: Path) -> None:
     """And in a narrower one they are not, where that rounds."""
     save_hf(REPRESENTATIVES[family].config, tmp_path / "hf", torch.bfloat16)

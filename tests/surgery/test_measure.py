@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.covering import exhaustive, few, others_slow
+from helpers.covering import exhaustive, few, rest_slow
 from helpers.families import CONFIGS, VARIANTS, save_hf, spec_of
 from helpers.held import Held, fewer_tokens, held
 from helpers.trees import TREES, random_weights
@@ -57,7 +57,7 @@ QUICK = [variant.name for variant in VARIANTS if variant.name != "mistral-defaul
 
 @few(2)
 @pytest.mark.usefixtures("tiny_chunks")
-@pytest.mark.parametrize("name", others_slow(QUICK))
+@pytest.mark.parametrize("name", rest_slow(QUICK))
 def test_states_by_rows_are_those_of_the_module(name: str) -> None:
     """Or as near as its own two kernels are to one another: norms of activations that are nearly all cut off, as Gemma
     3n's are, make much of every rounding.

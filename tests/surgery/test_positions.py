@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from helpers.covering import covered, few, others_slow
+from helpers.covering import covered, few, rest_slow
 from helpers.exactness import bytes_of, exactly, gap
 from helpers.families import CONFIGS, DECODERS, Variant, edited, save_hf, spec_of
 from helpers.inverses import inverse
@@ -424,7 +424,7 @@ def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
 
 
 @covered()
-@pytest.mark.parametrize("variant", others_slow(DECODERS))
+@pytest.mark.parametrize("variant", rest_slow(DECODERS))
 @pytest.mark.parametrize("asked", [("position", "alibi"), ("position", "none"), ("rotary_dim", "2")], ids="-".join)
 def test_what_is_behind_attention_is_fitted_on_a_text(asked: tuple[str, str], variant: Variant) -> None:
     """In every family that has the swap. The stream comes nearer to the original's than without it, or stays where it

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.covering import covered, exhaustive, others_slow
+from helpers.covering import covered, exhaustive, rest_slow
 from helpers.families import CONFIGS, DECODERS, Variant, save_hf, spec_of
 from helpers.noisy import Noisy
 from hypothesis import given
@@ -116,7 +116,7 @@ def test_without_a_text_weights_are_rounded_to_nearest(tmp_path: Path) -> None:
 
 
 @covered()
-@pytest.mark.parametrize("variant", others_slow(DECODERS))
+@pytest.mark.parametrize("variant", rest_slow(DECODERS))
 def test_every_linear_of_every_family_is_rounded_on_a_text(variant: Variant) -> None:
     """Each after those that run before it, on its own grid; what the text does not reach is rounded to nearest."""
     spec = spec_of(variant.config)

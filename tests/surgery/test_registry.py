@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import covering
-from helpers.covering import examples, few, others_slow
+from helpers.covering import examples, few, rest_slow
 from helpers.families import CONFIGS, spec_of
 from helpers.held import Held
 from helpers.inverses import INVERSES, inverse
@@ -134,7 +134,7 @@ def test_a_new_swap_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @few(4)
-@pytest.mark.parametrize("name", others_slow(SPECS))
+@pytest.mark.parametrize("name", rest_slow(SPECS))
 def test_examples_are_done_or_refused(name: str) -> None:
     """And what is done says for each tensor of the new tree how it is made, of tensors that there are."""
     model = Weights(SPECS[name])
@@ -160,7 +160,7 @@ def test_examples_are_done_or_refused(name: str) -> None:
 
 
 @few(5)
-@pytest.mark.parametrize("name", others_slow(SPECS))
+@pytest.mark.parametrize("name", rest_slow(SPECS))
 def test_the_inverse_of_an_exact_swap_is_exact_and_gives_the_tree_back(name: str) -> None:
     model = Weights(SPECS[name])
     for step in asked_of(model.spec):

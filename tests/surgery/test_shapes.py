@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import pytest
-from helpers.covering import examples, exhaustive, few, others_slow
+from helpers.covering import examples, exhaustive, few, rest_slow
 from helpers.families import CONFIGS, spec_of
 from helpers.processes import at_most
 from helpers.random_trees import drawn_chain, drawn_source, least_done, possible, steps_for
@@ -64,7 +64,7 @@ def agree(answer: Reshaped | SwapRefused, spec: ModelSpec, guarantee: str) -> bo
 
 
 @few(3)
-@pytest.mark.parametrize("name", others_slow(SPECS))
+@pytest.mark.parametrize("name", rest_slow(SPECS))
 def test_random_weights_are_what_is_usual(name: str) -> None:
     """Tree and guarantee are those of random weights, and so are refusals."""
     model = Weights(SPECS[name])
