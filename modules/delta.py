@@ -180,5 +180,7 @@ def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
         y[:, :, chunk] = q[:, :, chunk] @ state + within[:, :, chunk] @ new
         state = state * remaining[:, :, chunk] + k[:, :, chunk].transpose(-1, -2) @ new
     y = y.reshape(batch, heads, -1, y.shape[-1])[:, :, :steps].transpose(1, 2)
-    # Always a copy: a view would keep the padding in memory.
-    return y.to(given[0].dtype, memory_format=torch.contiguous_format, copy=True), state
+    if y.dtype == given[0].dtype and y.is_contiguous():  # one text and one head: a view, which would keep the padding
+        # The strides of dimensions of size 1 also decide the order of sums in norms.
+        return torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device).copy_(y), state
+    return y.to(given[0].dtype, memory_format=torch.contiguous_format), state
