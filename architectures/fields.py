@@ -14,6 +14,7 @@ from ..components import LEARNT, MOST_EXPERTS, Activation, ModelSpec
 from ..errors import CannotExpress
 from .config import FLOAT32_MAX, ConfigReader
 from .draws import ODD, WINDOWS, Config, Sizes, among
+from .releases import since
 
 ACTIVATIONS: dict[str, Activation] = {
     **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom", *LEARNT)},
@@ -370,6 +371,7 @@ SIGMOID_ROUTER: dict[str, Any] = {
     "mixture.choice_bias": True,
     "mixture.routed_in": "float32",
     "mixture.in_order": False,
+    "mixture.wide_router": since("5.24"),
     "mixture.wide_choice": True,
 }
 """Values of roles for routers as in DeepSeek-V3. They are a part of `DecoderFamily.fixed`."""

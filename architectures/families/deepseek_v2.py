@@ -16,6 +16,7 @@ from ..draws import EVEN, Config, Random
 from ..fields import MLP_BIAS, with_defaults
 from ..latent import KNOWN, LATENT_LEAVES, LatentDecoder
 from ..lenses import after
+from ..releases import since
 from ..rope import RotaryKind
 from ..usual import OF_DRAFTS, ROUTED, mixed_leaves, shared_expert
 from .deepseek_v3 import FIELDS, TRAINING
@@ -61,7 +62,12 @@ _DECODER = LatentDecoder(
         ),
         "mlp_bias": MLP_BIAS,
     },
-    fixed={"mixture.normalise": False, "mixture.routed_in": "float32", "mixture.in_order": False},
+    fixed={
+        "mixture.normalise": False,
+        "mixture.routed_in": "float32",
+        "mixture.in_order": False,
+        "mixture.wide_router": since("5.24"),
+    },
     key_rotary=RotaryKind(rounding="complex"),
     interleaved=True,
     gathered=False,

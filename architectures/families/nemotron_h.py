@@ -30,6 +30,7 @@ from ..draws import ROWS, TABLE, VOCAB, Config, Random, among, divisor, grouped_
 from ..fields import Field, Fields, draw_fields, name_of, read_fields, size, without, write_fields
 from ..obstacles import of_kind
 from ..recurrences import LINEAR, least_step, mamba2_leaves
+from ..releases import since
 from ..usual import B
 
 _KINDS = {"M": LINEAR, "*": "full_attention", "-": "mlp", "E": "moe"}  # older files have a letter per layer
@@ -109,6 +110,7 @@ def _mixture(config: ConfigReader, hidden: int, inner: dict[str, Any]) -> Mixtur
         choice_bias=True,
         routed_in="float32",
         in_order=False,
+        wide_router=since("5.24"),
         wide_choice=True,
         **own,
     )

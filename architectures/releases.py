@@ -1,0 +1,33 @@
+"""The installed release of transformers, read without an import of it.
+
+From a release on, transformers may round a family differently. The rounding field of such a family depends on the
+installed release, because gptkit computes the same bits as the installed transformers.
+"""
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["TESTED", "installed", "since"]
+
+TESTED = ((5, 23), (5, 24))
+"""The oldest and the newest release with which all families were compared."""
+
+_VERSION = re.compile(r'^__version__ = "(\d+)\.(\d+)', re.M)
+
+
+@cache
+def installed() -> tuple[int, int] | None:
+    """Return the major and minor version of the installed transformers, or None without it."""
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return None
+    found = _VERSION.search(Path(spec.origin).read_text("utf-8"))
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def since(release: str) -> bool:
+    """Return whether the installed transformers is this release ("5.24") or a newer one; True without transformers."""
+    major, minor = release.split(".")
+    return (installed() or TESTED[1]) >= (int(major), int(minor))
