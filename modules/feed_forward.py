@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..components import (
@@ -20,7 +19,16 @@ from ..components import (
     Mixer,
     MixtureOfExperts,
 )
-from .layers import ACTIVATIONS, FusedLinears, LinearModule, StackedLinears, WideLinear, activation_of, at_least_float32
+from .layers import (
+    ACTIVATIONS,
+    FusedLinears,
+    LinearModule,
+    PromotedLinear,
+    StackedLinears,
+    WideLinear,
+    activation_of,
+    at_least_float32,
+)
 from .registry import build_module, computes
 
 
@@ -198,7 +206,7 @@ class MixtureOfExpertsModule(nn.Module):
     def __init__(self, spec: MixtureOfExperts, kernel: str = "sdpa") -> None:  # noqa: ARG002 - no feed-forward has two
         super().__init__()
         self.spec = spec
-        router = WideLinear if spec.wide_router else LinearModule
+        router = WideLinear if spec.wide_router else PromotedLinear if spec.routed_in == "float32" else LinearModule
         self.router = router(spec.hidden_size, spec.experts, spec.router_bias)
         self.choice = _Choice(spec) if spec.choice_bias else None
         self.experts = nn.ModuleList(build_module(spec.expert) for _ in range(spec.experts))
@@ -238,12 +246,7 @@ class MixtureOfExpertsModule(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         x = x if self.router_norm is None else self.router_norm(x)
         x = x if spec.router_multiplier == 1 else x * spec.router_multiplier
-        logits: Tensor
-        if spec.routed_in == "float32":
-            bias = None if self.router.bias is None else self.router.bias.to(wide)
-            logits = F.linear(x.to(wide), self.router.weight.to(wide), bias)
-        else:
-            logits = self.router(x)
+        logits: Tensor = self.router(x.to(wide) if spec.routed_in == "float32" else x)
         dtype = wide if spec.scored_in == "float32" else logits.dtype
         if spec.jitter is not None:
             (weights, chosen), summed = self._one_after_another(logits.to(dtype), spec.jitter), False

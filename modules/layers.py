@@ -57,6 +57,14 @@ class WideLinear(LinearModule):
         return self
 
 
+class PromotedLinear(LinearModule):
+    """A linear that converts its parameters to the dtype of its input, which may be wider."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return multiply(x, self.weight.to(x.dtype), bias, self.arithmetic)
+
+
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
     """Return x (…, in) · weight [out, in] + bias, rounded according to `arithmetic`.
 

@@ -265,6 +265,38 @@ _See = Callable[[_Key, Tensor], None]
 """Called with (the batch's identity, the index of the compared place) and the values there, (N, features) in fp64."""
 
 
+@dataclass(frozen=True)
+class TappedRun:
+    """Runs one of two models, and passes on the values of all taps."""
+
+    both: Sides
+    path: Kernel
+    taps: Sequence[Tap]
+
+    @property
+    def places(self) -> list[Tap]:
+        """The taps, and last the logits (after the head's multiplier, cap and bias)."""
+        return [*self.taps, Tap("head", None, ("head", "output"), ("head", "output"))]
+
+    def __call__(self, batches: Sequence[ProbeBatch], dtype: torch.dtype, ours: bool, see: _See) -> list[Tensor]:
+        """Run gptkit's model (`ours`) or transformers', and return its logits, (N, V) per batch."""
+        seen: set[_Key] = set()
+
+        def record(index: int, value: Tensor) -> None:
+            batch = RUNNING.get()
+            key = (id(batch), index)
+            if self.taps[index].first and key in seen:
+                return
+            seen.add(key)
+            see(key, valid_rows(value, batch))
+
+        watch = partial(watching, watched=self.taps, ours=ours, see=record)
+        logits = (self.both.candidate if ours else self.both.reference)(batches, dtype, self.path, watch)
+        for batch, values in zip(batches, logits, strict=True):
+            see((id(batch), len(self.taps)), values.double())
+        return logits
+
+
 def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Part]:
     """Return the difference at every compared component, in the order of computation.
 
@@ -278,26 +310,7 @@ def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Par
     """
     architecture, spec = both.source.architecture, both.source.spec
     assert architecture is not None
-    watched = taps(architecture, spec)
-    head = len(watched)
-    """The key of the logits, after the head's multiplier, cap and bias."""
-
-    def run(dtype: torch.dtype, ours: bool, see: _See, inputs: Sequence[ProbeBatch]) -> list[Tensor]:
-        seen: set[_Key] = set()
-
-        def record(index: int, value: Tensor) -> None:
-            batch = RUNNING.get()
-            key = (id(batch), index)
-            if watched[index].first and key in seen:
-                return
-            seen.add(key)
-            see(key, valid_rows(value, batch))
-
-        watch = partial(watching, watched=watched, ours=ours, see=record)
-        logits = (both.candidate if ours else both.reference)(inputs, dtype, path, watch)
-        for batch, values in zip(inputs, logits, strict=True):
-            see((id(batch), head), values.double())
-        return logits
+    run = TappedRun(both, path, taps(architecture, spec))
 
     def against(stored: KeptStates, gaps: dict[int, float]) -> _See:
         def see(key: _Key, rows: Tensor) -> None:
@@ -308,24 +321,23 @@ def bisect(both: Sides, batches: Sequence[ProbeBatch], path: Kernel) -> list[Par
 
     worst, theirs_noise, ours_noise = dict[int, float](), dict[int, float](), dict[int, float]()
     with closing(KeptStates()) as theirs, closing(KeptStates()) as ours:
-        exact = run(torch.float64, False, theirs.__setitem__, batches)
+        exact = run(batches, torch.float64, False, theirs.__setitem__)
         # transformers' eager Bloom gives NaN in fp64 for a padded row that attends to no token.
         finite_batches = [
             batch for batch, values in zip(batches, exact, strict=True) if bool(torch.isfinite(values).all())
         ]
-        run(torch.float32, False, against(theirs, theirs_noise), finite_batches)
+        run(finite_batches, torch.float32, False, against(theirs, theirs_noise))
         compare_with_theirs = against(theirs, worst)
 
         def compare_and_store(key: _Key, rows: Tensor) -> None:
             compare_with_theirs(key, rows)
             ours[key] = rows
 
-        run(torch.float64, True, compare_and_store, finite_batches)
-        run(torch.float32, True, against(ours, ours_noise), finite_batches)
-    last = Tap("head", None, ("head", "output"), ("head", "output"))
+        run(finite_batches, torch.float64, True, compare_and_store)
+        run(finite_batches, torch.float32, True, against(ours, ours_noise))
     return [
         tap.part(worst[i], theirs_noise[i] + ours_noise[i])
-        for i, tap in enumerate([*watched, last])
+        for i, tap in enumerate(run.places)
         if i in worst and i in theirs_noise and i in ours_noise
     ]
 

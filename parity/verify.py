@@ -47,6 +47,7 @@ from .bisect import Divergence
 from .compare import LogitDifference, compare, gaps, largest_gap, mean_gap
 from .damage import Damage, damage
 from .outputs import computed_rightly
+from .precision import Imprecise, imprecise_component
 from .probe import (
     AFFORDABLE,
     LONG,
@@ -129,6 +130,7 @@ class Verification(Shown):
     damage: Damage | None = None  #: the damage by position, layer and component; None if it was not measured
     up_to: int | None = None  #: the longest sequence, in tokens, that the verdict covers; None for any length
     limited: tuple[str, ...] = ()  #: parts that were not compared although nobody asked to leave them out
+    imprecise: Imprecise | None = None  #: in bf16 and fp16, a component that gptkit rounds more than transformers does
 
     def __repr__(self) -> str:
         return f"<{self.model} against {self.other or 'transformers'}: {self.verdict}, {len(self.prompts)} prompts>"
@@ -138,7 +140,8 @@ class Verification(Shown):
         """Return "identical", "equal" (within the rounding noise) or "different" for the logits."""
         if all(prompt.identical for prompt in self.prompts):
             return "identical"
-        return "equal" if self.noise is not None and self.noise.explains else "different"
+        explained = self.noise is not None and self.noise.explains and self.imprecise is None
+        return "equal" if explained else "different"
 
     @property
     def same(self) -> bool:
@@ -246,6 +249,8 @@ def verify(
         if not all(difference.identical for difference in compared):
             say("measuring the noise of rounding")
             noise, position_gaps = run.noise(batches, reference, candidate)
+        alike = required and bytes_verdict.hold and noise is not None and noise.explains
+        imprecise = run.imprecise(batches) if alike else None
         divergence = run.divergence(batches, noise, position_gaps, bisected)
     cost = run.damage(noise, damaged, text)
     if mutations is not False:
@@ -271,6 +276,7 @@ def verify(
         damage=cost,
         up_to=reach,
         limited=tuple(limited),
+        imprecise=imprecise,
         notes=tuple([note for checkpoint in checkpoints for note in checkpoint.notes] + notes),
         arguments=(*map(resolved, checkpoints), *options),
     )
@@ -368,6 +374,13 @@ class _VerifyRun:
         if noise is not None and different:  # a repaired model rounds as the reference does
             allowed = max(noise.allowed, 2 * max(noise.reference, noise.paths or 0.0))
         return diagnose(self.both, batches, self.path, allowed, self.notes, gaps=gaps, asked=bool(bisected))
+
+    def imprecise(self, batches: list[ProbeBatch]) -> Imprecise | None:
+        """Return a component that gptkit computes less precisely than transformers, in a dtype narrower than fp32."""
+        if torch.finfo(self.dtype).eps <= torch.finfo(torch.float32).eps:
+            return None
+        self.say("comparing the rounding of the components")
+        return imprecise_component(self.both, batches, self.dtype, self.path)
 
     def damage(
         self, noise: Noise | None, damaged: bool | None, text: Callable[[Checkpoint], Sequence[int] | None]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..parity.bisect import Divergence, Part
     from ..parity.compare import LogitDifference
     from ..parity.port import PortVerification
+    from ..parity.precision import Imprecise
     from ..parity.score import MistakeScore
     from ..parity.verify import Verification
 
@@ -111,6 +112,9 @@ def verdict_lines(result: Verification) -> list[str]:
         lines += _score_lines(score)
         if score.missed and result.same:
             lines.append("          the models agree, but the probe should have caught more mistakes")
+    if result.imprecise is not None:
+        lines.append(f"place     {result.imprecise.name}: gptkit computes it less precisely than transformers")
+        lines += indented(_same_input(result.imprecise))
     if divergence is not None:
         if divergence.first is not None:
             lines.append(f"place     {divergence.first.name}: the first component that differs")
@@ -175,6 +179,13 @@ def _apart(functions: float, allowed: float) -> str:
 def _rounds_worse(dtype: str, errors: tuple[float, float]) -> str:
     theirs, ours = errors
     return f"{dtype} rounds worse: mean error {scientific(ours)}, transformers' own {scientific(theirs)}"
+
+
+def _same_input(component: Imprecise) -> str:
+    return (
+        f"on the same input, its outputs differ by {scientific(component.relative)} of the largest; rounding in "
+        f"transformers explains up to {scientific(component.allowed)}"
+    )
 
 
 def _cause_words(divergence: Divergence) -> list[str]:
@@ -425,7 +436,13 @@ def _rounding(result: Verification) -> Iterator[Section]:
         errors |= {f"mean error in {dtype}: transformers": theirs, f"mean error in {dtype}: gptkit{worse}": ours}
     rows = tuple((what, scientific(error)) for what, error in errors.items())
     columns = (("of logits", False), ("max Δ", True))
-    yield Section("Rounding", (Table("Differences of logits that rounding makes", columns, rows),))
+    table = Table("Differences of logits that rounding makes", columns, rows)
+    if result.imprecise is None:
+        yield Section("Rounding", (table,))
+        return
+    name = result.imprecise.name
+    words = f"gptkit computes the component {name} less precisely than transformers: {_same_input(result.imprecise)}."
+    yield Section("Rounding", (Lines((words,)), table))
 
 
 def _mistakes(result: Verification) -> Iterator[Section]:
