@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow cases test-browser soak lint types format wheel samples parity swaps healing healing-defaults healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-audit bench-diff bench-train bench-gpu clean
+.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow cases test-browser soak lint types format wheel samples parity versions swaps healing healing-defaults healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-audit bench-diff bench-train bench-gpu clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-browser  tests of the HTML pages in headless Chromium"
 	@echo "make soak          hours: thousands of killed conversions, failing I/O calls, millions of damaged files (KILLS=, FUZZ=, CONFIGS=)"
 	@echo "make parity        docs/parity.md, from a run against transformers"
+	@echo "make versions      docs/versions.md, from runs with the oldest and the newest supported libraries"
 	@echo "make swaps         docs/swaps.md, from every swap on the trained samples"
 	@echo "make healing       a section of docs/healing.md: the damage of seven swaps, and how much of it training repairs"
 	@echo "make healing-defaults  a section of docs/healing.md: heal compared with a plain training loop, on three models"
@@ -123,6 +124,10 @@ wheel: $(STAMP)
 # Write docs/parity.md from a comparison with transformers.
 parity: $(STAMP)
 	$(BIN)/python benchmarks/parity.py
+
+# Write docs/versions.md from a comparison with several releases of the dependencies. NAMES= are the environments.
+versions: $(STAMP)
+	$(BIN)/python benchmarks/versions.py $(NAMES)
 
 # Write docs/swaps.md from every swap on the trained samples; takes some minutes on two cores.
 swaps: $(STAMP)
