@@ -9,7 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["TESTED", "installed", "since"]
+__all__ = ["TESTED", "installed", "since", "untested"]
 
 TESTED = ((5, 23), (5, 24))
 """The oldest and the newest release with which all families were compared."""
@@ -31,3 +31,15 @@ def since(release: str) -> bool:
     """Return whether the installed transformers is this release ("5.24") or a newer one; True without transformers."""
     major, minor = release.split(".")
     return (installed() or TESTED[1]) >= (int(major), int(minor))
+
+
+def untested() -> list[str]:
+    """Return a note if the installed release was not compared with gptkit, or an empty list."""
+    release = installed()
+    if release is None or TESTED[0] <= release <= TESTED[1]:
+        return []
+    oldest, newest = (".".join(map(str, tested)) for tested in TESTED)
+    return [
+        f"gptkit was compared with transformers {oldest} to {newest}; {'.'.join(map(str, release))} is installed, and "
+        "may round differently"
+    ]

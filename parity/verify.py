@@ -32,6 +32,7 @@ from torch import Tensor
 from ..analysis.activations import Kernel
 from ..analysis.parameters import count
 from ..architectures.obstacles import by_layers, short
+from ..architectures.releases import untested
 from ..components import ModelSpec, differences, without_rounding
 from ..components.ranges import some_of
 from ..converter.checkpoint import Checkpoint, open_checkpoint
@@ -492,7 +493,7 @@ def _batches(
             f"--up-to {up_to}: {'the models do not' if len(specs) > 1 else 'the model does not'} support this length",
             f"Give a number of tokens from 1 to {table:,}." if table else "Give a number of tokens of at least 1.",
         )
-    length_limit, notes = min((size for size in (table, up_to) if size is not None), default=None), list[str]()
+    length_limit, notes = min((size for size in (table, up_to) if size is not None), default=None), untested()
     tokenizer = load_tokenizer(source.folder, source.texts)
     if tokenizer is None and prompts:
         raise UsageError(f"{source.reference} has no tokenizer, which --prompt needs", "Leave --prompt out.")
