@@ -246,10 +246,8 @@ def verify(
         compared = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         if not compared:
             raise GptkitError("nothing was compared, because none of transformers' logits is finite")
-        noise, position_gaps = None, None
-        if not all(difference.identical for difference in compared):
-            say("measuring the noise of rounding")
-            noise, position_gaps = run.noise(batches, reference, candidate)
+        same = all(difference.identical for difference in compared)
+        noise, position_gaps = (None, None) if same else run.noise(batches, reference, candidate)
         alike = required and bytes_verdict.hold and noise is not None and noise.explains
         imprecise = run.imprecise(batches) if alike else None
         divergence = run.divergence(batches, noise, position_gaps, bisected)
@@ -257,13 +255,9 @@ def verify(
     if mutations is not False:
         say("making mistakes on purpose")
     score = None if mutations is False else try_mistakes(source, batches, bool(mutations), stream, notes, up_to)
-    flags = {
-        "long": long,
-        "stream": stream,
-        "allow-pickle": opening.get("allow_pickle", False),
-        "allow-extra": allow_extra,
-    }
-    options = _options(dtype_name, path, prompts, up_to, mutations, flags | {"damage": damaged})
+    pickled = opening.get("allow_pickle")
+    flags = {"long": long, "stream": stream, "allow-pickle": pickled, "allow-extra": allow_extra, "damage": damaged}
+    options = _options(dtype_name, path, prompts, up_to, mutations, flags)
     return Verification(
         model=str(model),
         other=None if other is None else str(other),
@@ -415,6 +409,7 @@ class _VerifyRun:
             reference: transformers' logits in the run's dtype, per batch.
             candidate: gptkit's logits in the run's dtype, per batch.
         """
+        self.say("measuring the noise of rounding")
         both, path = self.both, self.path
         computed = {self.dtype: (reference, candidate)}
         if self.dtype != torch.float32:
