@@ -58,7 +58,7 @@ CASES = [
     pytest.param(
         *(variant, attention, padding),
         id=f"{variant}-{attention}-{padding or 'whole'}",
-        marks=slow_unless_new(variant.name) if padding else (),
+        marks=slow_unless_new(variant.name),
     )
     for variant in VARIANTS
     if variant.family != "marian"  # whose sines transformers rounds to fp32 in a model of any dtype

@@ -1,8 +1,10 @@
 """Large models get their score too: on a small copy of the tree, in which the same mistakes can be made."""
 
+from typing import Any
+
 import pytest
 import torch
-from helpers.covering import covered, few, functions
+from helpers.covering import chosen, covered, few, functions
 from helpers.families import VARIANTS, spec_of
 
 from gptkit.architectures import architecture_of
@@ -39,8 +41,16 @@ def largest() -> list[str]:
     )
 
 
+def largest_needed() -> list[Any]:
+    """Return `largest` as parameters. Presets whose facts all occur in others are slow."""
+    names = largest()
+    configs = [presets()[name].config for name in names]
+    kept = chosen([functions(architecture_of(config).spec(config)) for config in configs])
+    return [pytest.param(name, marks=() if place in kept else pytest.mark.slow) for place, name in enumerate(names)]
+
+
 @few(1)
-@pytest.mark.parametrize("name", largest())
+@pytest.mark.parametrize("name", largest_needed())
 def test_the_same_mistakes_can_be_made_in_the_small_copy(name):
     config = presets()[name].config
     spec = architecture_of(config).spec(config)

@@ -244,7 +244,9 @@ def test_ignored_padding_hides_no_other_mistake(port, mistake):
 @pytest.mark.parametrize(
     "mistakes", [("queries", "activation"), ("eps", "gate"), ("rope", "eps"), ("tiled", "activation"), ("sign", "base")]
 )
-@pytest.mark.parametrize("masked", [{}, UNMASKED], ids=["no mask", "mask ignored"])
+@pytest.mark.parametrize(
+    "masked", [pytest.param({}, id="no mask"), pytest.param(UNMASKED, marks=pytest.mark.slow, id="mask ignored")]
+)
 def test_two_mistakes_are_found_together(port, mistakes, masked):
     both = {key: value for mistake in mistakes for key, value in WRONG[mistake][0].items()}
     result = verify_port("sample:llama", port("port_with_" + "_and_".join(mistakes), **both, **masked))

@@ -144,7 +144,7 @@ def test_every_changed_copy_gets_a_verdict(variant: Variant, tmp_path: Path, mon
 
 
 @covered()
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", rest_slow(VARIANTS))
 def test_a_context_shorter_than_the_probe_is_no_error(variant: Variant, tmp_path: Path) -> None:
     """Some classes of transformers have tables that end there, of positions that a tree computes without any."""
     config = json.loads(json.dumps(variant.config))

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers.covering import few, others_slow
+from helpers.covering import few, rest_slow
 from helpers.exactness import saved
 from helpers.families import CONFIGS, spec_of
 from helpers.generation import generate_ids
@@ -364,7 +364,7 @@ def proposed(name: str) -> set[tuple[str, str]]:
 
 
 @few(1)
-@pytest.mark.parametrize("name", others_slow(CONFIGS))
+@pytest.mark.parametrize("name", rest_slow(CONFIGS))
 def test_every_remedy_is_a_swap_that_exists(name: str) -> None:
     assert proposed(name)
 
