@@ -297,6 +297,8 @@ class Biasing(Position, frozen=True):
 PAIRED_HALVES = "RoPE pairs element 0 with d/2 instead of 1"
 PAIRED_NEIGHBOURS = "RoPE pairs element 0 with 1 instead of d/2"
 """The names of two mistakes of implementations: RoPE rotates the wrong elements together (see `Rotary.pairs`)."""
+DIVIDED = "RoPE positions divided by 2"
+"""The name of a mistake of implementations: a linear RoPE scaling that the model does not have."""
 
 
 class Rotary(Turning, Component, frozen=True):
@@ -306,7 +308,10 @@ class Rotary(Turning, Component, frozen=True):
     rounds = ("rounding", "joined", "lie")
     described = ("dim", "scaling", "pairs")
     by_length: ClassVar[dict[str, Any]] = {"base": 1.0, "scaling": None}
-    usual: ClassVar[dict[str, Any]] = {"base": ("a RoPE base of {:,.0f}", (1e4, 1e5, 5e5, 1e6, 1e7))}
+    usual: ClassVar[dict[str, Any]] = {
+        "base": ("a RoPE base of {:,.0f}", (1e4, 1e5, 5e5, 1e6, 1e7)),
+        "scaling": ("RoPE positions divided by {.factor:g}", tuple(LinearScaling(factor=by) for by in (4.0, 8.0))),
+    }
     forgotten: ClassVar[dict[str, str]] = {
         "scaling": "rope scaling dropped",
         "pairs": PAIRED_HALVES,
@@ -388,7 +393,15 @@ class Rotary(Turning, Component, frozen=True):
             [msgspec.structs.replace(self, base=self.base * factor) for factor in (10.0, 0.1)],
         )
         pairs = PAIRED_NEIGHBOURS if self.pairs == "halves" else PAIRED_HALVES
-        return {name: bases[0], f"{name}, the other way round": bases[1], pairs: self.in_other_pairs()}
+        slips = {name: bases[0], f"{name}, the other way round": bases[1], pairs: self.in_other_pairs()}
+        if self.scaling is None or isinstance(self.scaling, LinearScaling):
+            slips |= {DIVIDED: self.divided(2.0), f"{DIVIDED}, the other way round": self.divided(0.5)}
+        return slips
+
+    def divided(self, divisor: float) -> Self:
+        """Return the same RoPE with positions divided by `divisor`, in addition to its linear scaling if it has one."""
+        factor = divisor * (self.scaling.factor if isinstance(self.scaling, LinearScaling) else 1.0)
+        return msgspec.structs.replace(self, scaling=None if factor == 1 else LinearScaling(factor=factor))
 
     def in_other_pairs(self) -> Self:
         """Return the same RoPE with the other value of `pairs`: "adjacent" instead of "halves", or the reverse."""

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ..components import KINDS, Component, CrossAttention, MixtureOfExperts, ModelSpec, Rotary
-from ..components.positions import PAIRED_HALVES, PAIRED_NEIGHBOURS
+from ..components.positions import DIVIDED, PAIRED_HALVES, PAIRED_NEIGHBOURS
 from ..errors import ConfigError
 from ..modules.context import Context
 from ..modules.cross_attention import CrossAttentionModule
@@ -467,13 +467,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     _reordered("key-value heads tiled, not repeated", "repeating key-value heads in runs", GROUPS, back=True),
     _reordered(GROUPS, "re-grouping the query heads"),
     _both_ways("wrong rope base", "a RoPE base ten times smaller"),
-    _once(_forgotten, "rope scaling dropped", "the RoPE scaling"),
+    _once(_forgotten, "rope scaling dropped", "leaving out the RoPE scaling"),
+    _both_ways(DIVIDED, "multiplying RoPE positions by 2"),
     Mutation("norms swapped", "swapping a layer's two norms", _exchanged(_two_norms)),
-    _once(_forgotten, "QKV bias dropped", "the q, k and v biases"),
+    _once(_forgotten, "QKV bias dropped", "leaving out the q, k and v biases"),
     _both_ways(LARGE, "norms' eps ten times smaller", SMALL),
     _both_ways(SMALL, "norms' eps ten times larger", LARGE),
     _once(_slipped, "another activation", "another activation"),
-    _once(_forgotten, "window ignored", "the sliding window"),
+    _once(_forgotten, "window ignored", "leaving out the sliding window"),
     Mutation(
         "kinds of layers shifted by one",
         "shifting the kinds of layers by one",
@@ -494,7 +495,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         in_code=True,
     ),
     Mutation("tied head ignored", "tying the head to the embedding", _head_not_tied),
-    _once(_forgotten, "head bias dropped", "the head's bias"),
+    _once(_forgotten, "head bias dropped", "leaving out the head's bias"),
     Mutation("another layer's tensor", "exchanging layers 0 and 1", _other_layer),
     Mutation("square matrix transposed", "transposing a square matrix", _square_transposed),
     _reordered("positions off by one", "shifting positions by one"),

@@ -29,6 +29,7 @@ from gptkit.architectures import architecture_of
 from gptkit.components import (
     ALiBi,
     GatedFeedForward,
+    LinearScaling,
     MixtureOfExperts,
     ModelSpec,
     Rotary,
@@ -133,6 +134,10 @@ DOES_NOT_APPLY: dict[str, tuple[str, Callable[[ModelSpec], bool]]] = {
     ),
     "wrong rope base": ("positions are not rotary", lambda spec: not _rotaries(spec)),
     "rope scaling dropped": ("there is none", lambda spec: not any(each.scaling for each in _rotaries(spec))),
+    "RoPE positions divided by 2": (
+        "positions are not rotary, or have a scaling that is not linear",
+        lambda spec: not any(isinstance(each.scaling, LinearScaling | None) for each in _rotaries(spec)),
+    ),
     **{
         name: (
             "a key-value head a query head, or one for all",

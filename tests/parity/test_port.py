@@ -51,7 +51,7 @@ class Layer(nn.Module):
     def rope(self, x):
         T = x.shape[-2]
         freq = {base} ** (-torch.arange(0, HD, 2, dtype={tables}) / HD)
-        angle = torch.arange(T, dtype={tables})[:, None] * freq
+        angle = torch.arange(T, dtype={tables})[:, None] * freq{scaling}
         a, b = {pairs}
         turned = torch.stack if {interleaved} else torch.cat
         out = turned(({first}, {second}), dim=-1)
@@ -134,6 +134,7 @@ RIGHT = {
     "folder": str(SAMPLE),
     "eps": "C['rms_norm_eps']",
     "base": "C['rope_parameters']['rope_theta']",
+    "scaling": "",
     "pairs": "x.chunk(2, dim=-1)",
     "interleaved": "False",
     "activation": "silu",
@@ -159,6 +160,9 @@ WRONG = {
         "attention mix",
         "wrong rope base, the other way round",
     ),
+    "halved": ({"scaling": " / 2"}, "attention mix", "RoPE positions divided by 2"),
+    "quartered": ({"scaling": " / 4"}, "attention mix", "RoPE positions divided by 4"),
+    "doubled": ({"scaling": " * 2"}, "attention mix", "RoPE positions divided by 2, the other way round"),
     "queries": ({"roped": "self.rope(q), k"}, "attention mix", "RoPE on queries alone"),
     "keys": ({"roped": "q, self.rope(k)"}, "attention mix", "RoPE on keys alone"),
     "none": ({"roped": "q, k"}, "attention mix", "no RoPE"),
@@ -203,7 +207,8 @@ def test_a_right_port_is_the_same(port):
 
 @few(1)
 @pytest.mark.parametrize(
-    "mistake", [pytest.param(each, marks=pytest.mark.slow if each in ("odd base", "keys") else ()) for each in WRONG]
+    "mistake",
+    [pytest.param(each, marks=pytest.mark.slow if each in ("odd base", "doubled", "keys") else ()) for each in WRONG],
 )
 def test_a_wrong_port_is_told_where(port, mistake):
     changes, place, cause = WRONG[mistake]
@@ -306,7 +311,7 @@ def test_what_the_port_was_not_given_is_told(port):
     found = json.loads(run.stdout)
     assert found["left_out"] == ["left padding", "right padding"]
     assert found["score"]["caught"] and not found["score"]["missed"]
-    assert "probe 21 of 21 mistakes made on purpose were caught" in " ".join(call(*command[:-1]).stdout.split())
+    assert "probe 22 of 22 mistakes made on purpose were caught" in " ".join(call(*command[:-1]).stdout.split())
     assert json.loads(call(*command, "--no-mutations").stdout)["score"] is None
     assert {prompt["name"] for prompt in found["prompts"]}.isdisjoint(found["left_out"])
     assert found["notes"] == [
