@@ -148,7 +148,7 @@ def test_what_is_healed_is_laid_beside_the_base_that_went_on_learning(tmp_path: 
     assert base.runs[0].kl is None and changed.runs[0].kl is not None and 0 < changed.runs[0].kl < 1
     assert changed.costs.cache_bytes() * 4 == base.costs.cache_bytes()
     # The original's answers are counted too, and the curve's tokens from the first, in which layers are healed alone.
-    original, mqa = (each.spec for each in arms_of(read_plan(path), offline=True, allow_pickle=False))
+    original, mqa = (each.spec for each in arms_of(read_plan(path), {"offline": True, "allow_pickle": False}))
     windows = changed.tokens // table.context
     answers = forward_flops(original, table.context, windows).dense
     assert base.flops == training_flops(original, table.context, windows).dense
@@ -169,7 +169,7 @@ def test_what_is_healed_is_laid_beside_the_base_that_went_on_learning(tmp_path: 
 def test_a_plan_that_comes_along_is_one(name: str, tmp_path: Path) -> None:
     """Its trees are what it says, each computes, and where parameters are to be equal they nearly are."""
     asked = read_plan(name)
-    found = arms_of(asked, offline=True, allow_pickle=False)
+    found = arms_of(asked, {"offline": True, "allow_pickle": False})
     assert asked.description and len({json.dumps(to_json(each.spec)) for each in found}) == len(found)
     for each in found:
         assert finite_logits(load_random(each.spec, "float32"))
@@ -242,7 +242,7 @@ def test_a_bad_plan_is_told_before_anything_is_trained(case: str, tmp_path: Path
 def test_a_context_is_limited_by_a_table_of_positions_alone(tmp_path: Path) -> None:
     """A model with RoPE trains on windows of any length: 2,048 tokens are more than `train`'s default."""
     content = read_plan(plan(tmp_path, base='"qwen3-0.6b"', context="2048", batch="2048"))
-    assert all(each.tokens % 2048 == 0 for each in planned_variants(content, arms_of(content, True, False), 2048))
+    assert all(each.tokens % 2048 == 0 for each in planned_variants(content, arms_of(content, {"offline": True}), 2048))
 
 
 def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
