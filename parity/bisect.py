@@ -93,6 +93,8 @@ class Divergence:
 
     places: tuple[Part, ...]  # all compared places in the order of computation
     causes: tuple[Cause, ...] = ()  # the likely causes, the likeliest first
+    undone: tuple[str, ...] = ()  # the repairs of known mistakes that were tried, in words
+    copied: tuple[str, ...] = ()  # the parts of the reference that were tried in the candidate, in words
 
     @property
     def first(self) -> Part | None:

@@ -15,7 +15,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from .compare import LogitDifference, compare, largest_gap, mean_gap
 from .mutations import Weights
 from .outputs import computed_rightly, outputs_of
 from .passes import hooked
-from .port_causes import Differing, PortMistake, causes
+from .port_causes import Differing, PortMistake, Tried, causes
 from .probe import ProbeBatch, limits, longest, passed, probe
 from .score import MistakeScore, assigned, try_mistakes, wide_weights
 from .sides import StreamedModel, default_dtype, load_reference, quiet, reference_folder, stream_candidate
@@ -65,6 +65,7 @@ class PortVerification:
     notes: tuple[str, ...] = ()
     reference: str = "transformers"  # "gptkit's own modules" if transformers has no class for the model
     score: MistakeScore | None = None  # deliberate mistakes that these inputs detect; None if none were made
+    tried: Tried = field(default_factory=Tried)  # mistakes that were made to explain the difference
 
     @property
     def verdict(self) -> str:
@@ -258,14 +259,14 @@ def verify_port(
                 notes.append(_NOTHING)
         elif differs:
             notes.append("not compared component by component, because no transformers class computes this model")
-    mistakes: list[PortMistake] = []
+    mistakes, tried = list[PortMistake](), Tried()
     if differs:
         del narrow, wide
         say("mistakes that explain it")
         ignores = takes_mask and _ignores_masks(port64, batches, candidate64)
         explained = (lambda *_: False) if place is None else place.explained
         measured = (batches, exact, candidate64, allowed, explained, ignores)
-        mistakes = causes(Differing(spec, wide_weights(source), *measured), notes)
+        mistakes, tried = causes(Differing(spec, wide_weights(source), *measured), notes)
     score = None
     if not differs and mutations is not False:
         say("mistakes on purpose")
@@ -274,7 +275,7 @@ def verify_port(
     notes += [f"not tested on texts longer than the {limit}; --long tests them" for limit in beyond]
     reference_name = "transformers" if architecture is not None else "gptkit's own modules"
     matched = () if place is None else place.matches
-    details = (tuple(mistakes), left_out, tuple(notes), reference_name, score)
+    details = (tuple(mistakes), left_out, tuple(notes), reference_name, score, tried)
     return PortVerification(str(model), against, compared, functions, allowed, rounding, matched, *details)
 
 

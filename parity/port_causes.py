@@ -44,6 +44,14 @@ class PortMistake:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """The mistakes that gptkit made in the reference to explain a port."""
+
+    mistakes: tuple[str, ...] = ()  # those that were made one at a time, in words
+    pairs: int = 0  # the number of pairs that were made
+
+
+@dataclass(frozen=True)
 class Differing:
     """A user's port that differs from the reference, with the logits of both."""
 
@@ -65,8 +73,9 @@ class Differing:
         return max(self.allowed, _REST * largest_gap(self.exact, self.port))
 
 
-def causes(port: Differing, notes: list[str]) -> list[PortMistake]:
-    """Return the mistake, or the two mistakes, with which the reference gives the logits of the user's port.
+def causes(port: Differing, notes: list[str]) -> tuple[list[PortMistake], Tried]:
+    """Return the mistake, or the two mistakes, with which the reference gives the logits of the user's port. Also return
+    what was tried.
 
     If there is no such mistake, return those that explain the first component that differs. If some mistakes cannot be
     tried, the reason is added to `notes`.
@@ -76,29 +85,33 @@ def causes(port: Differing, notes: list[str]) -> list[PortMistake]:
     padding = port.ignores and _moved_by_masks(port)
     everything = _CauseJudge(port, range(len(bare)), masked=not padding)
     if padding and everything.explains((port.spec, dict(port.weights))):
-        return [PortMistake(PADDING, True, everything.difference(port.spec, port.weights))]
+        return [PortMistake(PADDING, True, everything.difference(port.spec, port.weights))], Tried((PADDING,))
     shown = any(is_bare and differs for is_bare, differs in zip(bare, differ, strict=True))
     # The shortest inputs that differ come first: they rule out most of the tried mistakes quickly.
     order = [index for index in range(len(bare)) if bare[index] or not shown]
     order.sort(key=lambda index: (not differ[index], port.batches[index].input_ids.numel()))
     judge = _CauseJudge(port, order, masked=not padding)
     also, at_place = ((PADDING,) if padding else ()), list[_Mistake]()
+    tried, pairs = [*also], 0
     for name, apply in of_ports(port.spec):
         mutant = mutated(apply, port.spec, port.weights)
-        if mutant is not None and judge.explains(mutant):
-            return [everything.record((name, *also), mutant)]
-        if mutant is not None and len(at_place) < _SHOWN and port.explained(*mutant):
+        if mutant is None:
+            continue
+        tried.append(name)
+        if judge.explains(mutant):
+            return [everything.record((name, *also), mutant)], Tried(tuple(tried))
+        if len(at_place) < _SHOWN and port.explained(*mutant):
             at_place.append((name, apply))
     if count(port.spec).total <= SMALL:
-        for names, mutant in _pairs(port, judge, at_place):
+        for pairs, (names, mutant) in enumerate(_pairs(port, judge, at_place), 1):
             if judge.explains(mutant):
-                return [everything.record((*names, *also), mutant)]
+                return [everything.record((*names, *also), mutant)], Tried(tuple(tried), pairs)
     else:
         notes.append(f"pairs of mistakes were not tried, because the model has more than {SMALL:,} parameters")
     mutants = [(PADDING, (port.spec, dict(port.weights)), SAME)] if padding else []
     mutants += [(name, mutant, PLACE) for name, mutant in _mutants(port, at_place)]
     parts = [PortMistake(name, False, everything.difference(*mutant), part=part) for name, mutant, part in mutants]
-    return sorted(parts, key=lambda mistake: (mistake.part == PLACE, mistake.left))
+    return sorted(parts, key=lambda mistake: (mistake.part == PLACE, mistake.left)), Tried(tuple(tried), pairs)
 
 
 _Mistake = tuple[str, Apply]

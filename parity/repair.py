@@ -59,6 +59,7 @@ class Repair:
     words: str  # the repair in words
     apply: Callable[[ModelSpec, Weights], Mutant | None] = lambda spec, weights: (spec, dict(weights))
     values: frozenset[str] = frozenset()  # the names of tensors that get the reference's values
+    copies: bool = False  # whether it copies a part of the reference; otherwise it undoes a known mistake
 
 
 class Repaired:
@@ -238,7 +239,9 @@ def diagnose(
     if inputs:
         notes.append(f"the cause was not searched for, because layers read more than the residual stream ({inputs})")
         return Divergence(tuple(places))
-    return Divergence(tuple(places), tuple(_find_causes(both, batches, path, allowed, places, few=large)))
+    causes, tried = _find_causes(both, batches, path, allowed, places, few=large)
+    undone, copied = (tuple(repair.words for repair in tried if repair.copies == copies) for copies in (False, True))
+    return Divergence(tuple(places), tuple(causes), undone, copied)
 
 
 def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | None, row: int) -> list[ProbeBatch]:
@@ -271,8 +274,8 @@ def where_they_differ(batches: Sequence[ProbeBatch], gaps: Sequence[Tensor] | No
 
 def _find_causes(
     both: Sides, batches: Sequence[ProbeBatch], path: Kernel, allowed: float, places: Sequence[Part], few: bool
-) -> list[Cause]:
-    """Return the repairs that bring the candidate's logits closer to the reference's.
+) -> tuple[list[Cause], list[Repair]]:
+    """Return the repairs that bring the candidate's logits closer to the reference's, and all repairs that were tried.
 
     Repairs after which the two models agree come first. The models must have the same hidden size and number of layers.
 
@@ -287,7 +290,7 @@ def _find_causes(
     """
     first = next((place for place in places if place.parts), None)
     if first is None:
-        return []  # the function is the same, with less precision, so there is nothing to repair
+        return [], []  # the function is the same, with less precision, so there is nothing to repair
     source, target = both.source, both.target
     ends: _Unit = "back" if first.label.startswith(("final norm", "head", "pooler")) else "front"
     unit = ends if first.layer is None else first.layer
@@ -320,12 +323,13 @@ def _find_causes(
     narrow = list(_run_unit(as_it_is, unit, {key: value.float() for key, value in inputs.items()}, batches, path))
     start, rounding = largest_gap(outputs, wide), 2 * largest_gap(wide, narrow)
     if start <= rounding:
-        return []  # the unit computes correct inputs correctly, so there is nothing in it to repair
-    helps: list[tuple[bool, Repair]] = []
+        return [], []  # the unit computes correct inputs correctly, so there is nothing in it to repair
+    helps, tried = list[tuple[bool, Repair]](), list[Repair]()
     for repair in _repairs(source, target):
         tree = Repaired(target, source, repair, unit)
         if not tree.changes:
             continue
+        tried.append(repair)
         gap = largest_gap(outputs, _run_unit(tree, unit, inputs, batches, path), max(rounding, start / 10))
         if gap <= rounding or gap < start / 10:
             helps.append((gap <= rounding, repair))
@@ -341,7 +345,7 @@ def _find_causes(
             # A repair that corrects its unit is a cause, although later units may have other faults.
             if in_unit <= allowed or in_unit < before / 10 or restores:
                 causes.append(Cause(repair.words + where, in_unit <= allowed, in_unit))
-    return sorted(causes, key=lambda cause: (not cause.restores, cause.left))[:_SHOWN]
+    return sorted(causes, key=lambda cause: (not cause.restores, cause.left))[:_SHOWN], tried
 
 
 def _repairs(source: Checkpoint, target: Checkpoint) -> Iterator[Repair]:
@@ -363,7 +367,8 @@ def _repairs(source: Checkpoint, target: Checkpoint) -> Iterator[Repair]:
         return
     if spec != candidate:  # tensors that the candidate lacks come from the reference
         fields = sorted({path.split(".")[-1] for path, _, _ in differences(spec, candidate)})
-        yield Repair(f"the reference's {', '.join(fields)}", lambda tree, weights: (spec, dict(weights)), reshaped)
+        words = f"the reference's {', '.join(fields)}"
+        yield Repair(words, lambda tree, weights: (spec, dict(weights)), reshaped, copies=True)
     if reshaped or len(shapes) != sum(1 for _ in spec.parameters()):
         return
     wrong = []
@@ -375,4 +380,5 @@ def _repairs(source: Checkpoint, target: Checkpoint) -> Iterator[Repair]:
         target.release()
     if wrong:
         kinds = dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in wrong)
-        yield Repair(f"the reference's values of {some_of(list(kinds), 4, ', …')}", values=frozenset(wrong))
+        words = f"the reference's values of {some_of(list(kinds), 4, ', …')}"
+        yield Repair(words, values=frozenset(wrong), copies=True)

@@ -121,7 +121,7 @@ def verdict_lines(result: Verification) -> list[str]:
         for index, cause in enumerate(_cause_words(divergence)):
             lines.append(f"{'' if index else 'cause':<10}{cause}")
         if not divergence.causes and result.verdict == "different":
-            lines.append("cause     not found among the repairs tried")
+            lines += textwrap.wrap(f"cause     {_no_cause(divergence)}", 80, subsequent_indent=" " * 10)
     return lines + [f"note: {note}" for note in result.notes]
 
 
@@ -195,6 +195,17 @@ def _cause_words(divergence: Divergence) -> list[str]:
     ]
 
 
+def _no_cause(divergence: Divergence) -> str:
+    """Say why no cause was found: what was tried, and where to see the list."""
+    if divergence.first is None:
+        return "not searched for: no component differs by more than rounding"
+    if not divergence.undone and not divergence.copied:
+        return "not found: none of the known repairs applies"
+    undone = counted(len(divergence.undone), "repair of a known mistake", "repairs of known mistakes")
+    copied = f" and {counted(len(divergence.copied), 'part')} copied from the reference" if divergence.copied else ""
+    return f"not found: gptkit tried {undone}{copied}, one at a time; --json lists them (undone, copied)"
+
+
 def port_report(result: PortVerification) -> RenderableType:
     """Return the report on a port (a user's own implementation of a model) for the terminal.
 
@@ -240,7 +251,9 @@ def port_causes(result: PortVerification) -> list[str]:
         whole = f"with {mistakes}, the reference gives the same results as your port"
         partly = f"it explains {cause.part}, but the logits still differ by {scientific(cause.left)}: more is wrong"
         causes.append(f"{which}: {whole if cause.explains else partly}")
-    return causes or ["not found among the mistakes tried"]
+    pairs = f", and {counted(result.tried.pairs, 'pair')} of them" if result.tried.pairs else ""
+    tried = counted(len(result.tried.mistakes), "known mistake")
+    return causes or [f"not found: gptkit tried {tried} one at a time{pairs}; --json lists them (tried)"]
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------
@@ -357,7 +370,8 @@ def _place_blocks(result: Verification) -> tuple[Lines | Figure, ...]:
     else:
         where = "No component differs by more than rounding."
     causes = tuple(_cause_words(divergence))
-    none = ["No cause was found among the repairs tried."] if result.verdict == "different" and not causes else []
+    missing = result.verdict == "different" and not causes and first is not None
+    none = [f"The cause was {_no_cause(divergence)}."] if missing else []
     listed = (Lines(("Likely causes, from trying repairs:",)), Lines(causes, listed=True)) if causes else ()
     return (Lines((where, *none)), *listed, _places_figure(places, first, summary))
 

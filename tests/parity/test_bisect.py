@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from helpers.command import call
 from helpers.covering import covered, exhaustive, few, rest_slow
 from helpers.families import REPRESENTATIVES, save_hf
 
@@ -182,6 +183,25 @@ def test_a_right_component_that_rounds_all_it_can_does_not_part(tmp_path):
     found = verify(tmp_path / "hf", tmp_path / "local", mutations=False).divergence
     assert found.first.name == "layer 1 feed-forward gate"
     assert found.causes[0].restores
+
+
+def test_without_a_cause_the_report_says_what_was_tried(tmp_path):
+    """Two mistakes at once: no single repair makes the models agree."""
+    noise = torch.Generator().manual_seed(0)
+    bad = damaged(
+        "llama",
+        tmp_path / "bad",
+        tensors=lambda t: t[B0 + "attention.q_proj.weight"].normal_(generator=noise),
+        fields={"base": 3e4, "eps": 0.3},
+    )
+    run = call("verify", "sample:llama", bad, "--no-mutations", "--json")
+    divergence = json.loads(run.stdout)["divergence"]
+    undone, copied = divergence["undone"], divergence["copied"]
+    assert divergence["causes"] == []
+    assert {"swapping q and k", "multiplying RoPE positions by 2"} < {*undone}
+    assert copied == ["the reference's base, eps", "the reference's values of attention.q_proj.weight"]
+    said = " ".join(call("verify", "sample:llama", bad, "--no-mutations").stdout.split())
+    assert f"cause not found: gptkit tried {len(undone)} repairs of known mistakes and 2 parts copied" in said
 
 
 @pytest.mark.exhaustive

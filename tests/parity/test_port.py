@@ -283,7 +283,13 @@ def test_a_mistake_that_nobody_thought_of_has_no_cause(port):
     result = verify_port("sample:llama", port("odd_mistake", activation="softsign"))
     assert result.verdict == "different"
     assert result.causes == ()
-    assert port_causes(result) == ["not found among the mistakes tried"]
+    tried = result.as_json()["tried"]
+    assert {"q and k swapped", "the activation quick_gelu"} < {*tried["mistakes"]} and tried["pairs"] > 100
+    (line,) = port_causes(result)
+    assert line == (
+        f"not found: gptkit tried {len(tried['mistakes'])} known mistakes one at a time, and {tried['pairs']:,} pairs "
+        "of them; --json lists them (tried)"
+    )
 
 
 @pytest.mark.exhaustive

@@ -12,7 +12,7 @@ from rich.console import Console
 import gptkit
 from gptkit.converter.manifest import check_manifest
 from gptkit.converter.resolve import SAMPLES, SAMPLES_DIR
-from gptkit.parity.bisect import Divergence
+from gptkit.parity.bisect import Divergence, Part
 from gptkit.parity.compare import LogitDifference
 from gptkit.parity.stored import BytesVerdict
 from gptkit.parity.verify import Noise, Verification
@@ -122,7 +122,19 @@ def test_the_verdicts_in_words() -> None:
     # A page lays models side by side that are the same too: nothing is to be put right there.
     beside = Divergence(())
     assert verdict_lines(verification(prompts=(same,), noise=None, bytes=None, notes=(), divergence=beside)) == good
-    assert "cause     not found among the repairs tried" in verdict_lines(verification(divergence=beside))
+    head = (Part("head", "head", None, 0.5, 1e-7),)
+    searched = Divergence(head, undone=("swapping q and k",) * 1200, copied=("the reference's base",) * 2)
+    for divergence, said in (
+        (beside, "not searched for: no component differs by more than rounding"),
+        (Divergence(head), "not found: none of the known repairs applies"),
+        (
+            searched,
+            "not found: gptkit tried 1,200 repairs of known mistakes and 2 parts copied from the reference, one at a "
+            "time; --json lists them (undone, copied)",
+        ),
+    ):
+        told = verdict_lines(verification(divergence=divergence))
+        assert max(map(len, told)) <= 80 and f"cause {said}" in " ".join(" ".join(told).split())
     small = Noise(reference=2e-6, candidate=1e-6, paths=None, functions=1e-9, errors={"float32": (1.0, 1.0)})
     assert "function  the same: transformers" in "\n".join(verdict_lines(verification(noise=small)))
 

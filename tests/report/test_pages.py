@@ -273,7 +273,7 @@ def test_a_port_has_a_page_too() -> None:
     assert "gptkit verify sample:llama --against my_port:build" in text
     cells = cells_of(figure_of(page))
     assert "your module: none has an output of its size" in cells[6, "out"][1]
-    assert "not found among the mistakes tried" in text
+    assert "not found: gptkit tried 0 known mistakes one at a time" in text
     told = dataclasses.replace(
         result,
         causes=(PortMistake("RoPE on queries alone", False, 0.25, part="this place"),),
