@@ -74,11 +74,10 @@ class Differing:
 
 
 def causes(port: Differing, notes: list[str]) -> tuple[list[PortMistake], Tried]:
-    """Return the mistake, or the two mistakes, with which the reference gives the logits of the user's port. Also return
-    what was tried.
+    """Return the mistake, or the two mistakes, with which the reference gives the logits of the user's port.
 
-    If there is no such mistake, return those that explain the first component that differs. If some mistakes cannot be
-    tried, the reason is added to `notes`.
+    If there is no such mistake, return those that explain the first component that differs. The second result is what
+    was tried. If some mistakes cannot be tried, the reason is added to `notes`.
     """
     bare = [batch.attention_mask is None for batch in port.batches]
     differ = [not largest_gap([a], [logits]) <= port.allowed for a, logits in zip(port.exact, port.port, strict=True)]
