@@ -40,7 +40,8 @@ def audit(
     fix: Path | None = option(
         "--fix OUT",
         "Write a repaired copy of NEW to this folder. gptkit makes only repairs in which no information is lost. With "
-        "--source, gptkit copies missing tensors from OLD.",
+        "--source, gptkit copies missing tensors from OLD, and restores a field of config.json if all tensors fit with "
+        "the value in OLD.",
     ),
     force: bool = FORCE,
     sarif: bool = flag("--sarif", "Print the findings as SARIF, for code scanning in CI."),

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from ..converter.names import CONFIG
 from ..converter.opening import Opening
 from ..converter.resolve import Reference
 from ..converter.rewrite import rewrite
@@ -21,6 +22,7 @@ from ..errors import InvalidInput, UsageError, shown
 from ..signatures import takes
 from .audits.companions import compare_companions
 from .audits.config import check_config
+from .audits.fields import value_at, value_words, with_field
 from .audits.files import check_files
 from .audits.function import compare_function
 from .audits.names import counted
@@ -34,6 +36,13 @@ from .audits.vocabulary import check_vocabulary
 
 MENDED = frozenset({"no-index", "broken-index", "dangling-index", "unlisted-tensor", "duplicate-tensor", "other-name"})
 """The rules among `READ` whose faults `fix` always repairs. It repairs "missing-tensor" only from a source."""
+_OF_CONFIG = frozenset(
+    {
+        *("config", "config-layers", "config-vocabulary", "config-head", "tied-head", "shape"),
+        *("missing-tensor", "extra-tensor"),
+    }
+)
+"""The rules among `READ` whose faults `fix` repairs if all tensors fit with one field of the source's config.json."""
 _LOADERS = ("transformers", "llama.cpp", "vllm")
 """The programs that `loader` may name. gptkit uses their own code to find out what would happen."""
 
@@ -43,8 +52,9 @@ def fix(new: str | Path | Reference, out: str | Path, *, force: bool = False, **
 
     The repairs lose nothing. They correct tensor names and the index, include shards that no index lists, and store
     every tensor once. A missing tensor is copied from the source model if that stores it under the same name with the
-    required shape; a finding of the rule "taken-from-source" then names it. If `load` would still refuse the copy,
-    nothing is written, and the audit of `new` is returned, with a finding of the rule "not-fixed" first. The copy
+    required shape; a finding of the rule "taken-from-source" then names it. A field of config.json gets the source's
+    value if all tensors then fit; a finding of the rule "restored-field" names it. If `load` would still refuse the
+    copy, nothing is written, and the audit of `new` is returned, with a finding of the rule "not-fixed" first. The copy
     appears only when it is complete.
 
     Args:
@@ -75,32 +85,39 @@ def fix(new: str | Path | Reference, out: str | Path, *, force: bool = False, **
     )
     missing = [finding.tensors for finding in before.findings if finding.rule == "missing-tensor"]
     in_source = all(names and set(names) <= set(before.in_source) for names in missing)
-    repaired = MENDED | ({"missing-tensor"} if in_source else set())
+    repaired, taken = MENDED | ({"missing-tensor"} if in_source else set()), before.in_source
+    restored = None if repaired.issuperset(errors) else before.restored
+    if restored is not None:
+        repaired, taken = MENDED | _OF_CONFIG, ()
     unrepairable, repairable = ([rule for rule in errors if (rule in repaired) == whether] for whether in (False, True))
     if unrepairable:
         message = f"nothing was written, because --fix cannot repair {' and '.join(unrepairable)}"
         message += f" (it could repair {' and '.join(repairable)})" if repairable else ""
         message += f", so gptkit could still not load {out}"
         return replace(before, findings=(Finding("not-fixed", "error", message), *before.findings))
-    source = scan(options["source"], **opening) if before.in_source else None
+    source = scan(options["source"], **opening) if taken else None
     if source is not None and not source.fetched:
         hint = f"Download it (hf download {source.reference} --local-dir FOLDER), and pass --source FOLDER."
         raise InvalidInput(
-            f"{files.reference} lacks {counted(before.in_source)} of {source.reference}, whose weights are on the hub "
+            f"{files.reference} lacks {counted(taken)} of {source.reference}, whose weights are on the hub "
             "and not available locally. Nothing was written.",
             hint,
         )
     names = {name: before.names.get(name, name) for name in files.tensors}
-    rewrite(files, names, out, force, other=source, from_other=before.in_source)
-    after = audit(out, **options)
-    if source is None:
-        return after
-    verb, dtypes = "was" if len(before.in_source) == 1 else "were", {info.dtype for info in files.tensors.values()}
-    message = f"{counted(before.in_source)} {verb} missing and {verb} copied from {source.reference}"
-    if new_dtypes := sorted({source.tensors[name].dtype for name in before.in_source} - dtypes):
-        message += f" in the dtype {' or '.join(new_dtypes)}, which no other tensor here has"
-    note = Finding("taken-from-source", "note", message, before.in_source)
-    return replace(after, findings=(*after.findings, note))
+    config = None if restored is None or files.config is None else with_field(files.config, *restored)
+    rewrite(files, names, out, force, config=config, other=source, from_other=taken)
+    after, notes = audit(out, **options), list[Finding]()
+    if restored is not None:
+        path, value = restored
+        words = f"{value_words(value_at(files.config, path))} → {value_words(value)}, as in {options['source']}"
+        notes.append(Finding("restored-field", "note", f"{CONFIG}: {path} {words}"))
+    if source is not None:
+        verb, dtypes = "was" if len(taken) == 1 else "were", {info.dtype for info in files.tensors.values()}
+        message = f"{counted(taken)} {verb} missing and {verb} copied from {source.reference}"
+        if new_dtypes := sorted({source.tensors[name].dtype for name in taken} - dtypes):
+            message += f" in the dtype {' or '.join(new_dtypes)}, which no other tensor here has"
+        notes.append(Finding("taken-from-source", "note", message, taken))
+    return replace(after, findings=(*after.findings, *notes))
 
 
 @takes(Opening)
@@ -160,6 +177,7 @@ def audit(
         values,
         subject.names,
         tuple(subject.in_source),
+        subject.restored,
     )
 
 

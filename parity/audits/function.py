@@ -9,17 +9,14 @@ from ...architectures.config import COMMON_IRRELEVANT, QUANTISED
 from ...components import ModelSpec, without_rounding
 from ...converter.checkpoint import Checkpoint
 from ...converter.names import CONFIG
-from ...errors import CannotExpress, GptkitError, InvalidInput, shown
+from ...errors import CannotExpress, GptkitError, InvalidInput
 from ..surroundings import changed_tree
+from .fields import ABSENT, changed_fields, value_words, with_field
 from .subject import Finding, Subject
 
 _MEASURED = 2 * 10**9
 """The largest size of weights, in bytes, for which the effect on logits is measured without --values."""
-_MOST = 40
-"""The number of fields that are tried one by one. With more differences the two are not one model with a few changes.
-"""
 _SHOWN = 4
-_ABSENT = object()
 
 
 def compare_function(subject: Subject) -> Iterator[Finding]:
@@ -28,7 +25,7 @@ def compare_function(subject: Subject) -> Iterator[Finding]:
     if source is None:
         return
     ours, theirs = subject.spec, source.spec
-    changed = _changed_fields(source.files.config, subject.files.config)
+    changed = changed_fields(source.files.config, subject.files.config)
     if not isinstance(ours, ModelSpec) or not isinstance(theirs, ModelSpec):
         yield from _by_name(changed)
         return
@@ -39,7 +36,7 @@ def compare_function(subject: Subject) -> Iterator[Finding]:
         if edited == theirs:
             yield from _other_effect(source, path, old, new)
             continue
-        statement = f"{CONFIG}: {path} is {_value(new)}, but {_value(old)} in the original model"
+        statement = f"{CONFIG}: {path} is {value_words(new)}, but {value_words(old)} in the original model"
         words = {} if edited is None else _words(theirs, edited)
         if edited is not None and not words:
             yield Finding("rounding", "note", f"{statement}. This changes only rounding, not the function of the model")
@@ -63,61 +60,14 @@ def compare_function(subject: Subject) -> Iterator[Finding]:
         yield from _effect_of_all(subject, source)
 
 
-def _changed_fields(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that differ between two config.json files, by dotted path: (old value, new value).
-
-    Return nothing if the files have different values of model_type, or more than `_MOST` fields differ.
-    """
-    if old is None or new is None or old.get("model_type") != new.get("model_type"):
-        return {}
-    changed = dict(_flat_changes(old, new))
-    return changed if len(changed) <= _MOST else {}
-
-
-def _flat_changes(
-    old: Mapping[str, Any], new: Mapping[str, Any], place: str = "", depth: int = 4
-) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the dotted path of each field that differs, also in nested objects, with its old and new value.
-
-    Args:
-        old: the old object of the JSON file.
-        new: the new object at the same place.
-        place: the path of these objects in the file, with a dot at the end; "" for the whole file.
-        depth: compare objects field by field down to this level, and deeper ones as a whole.
-    """
-    for key in dict.fromkeys((*old, *new)):
-        x, y = old.get(key, _ABSENT), new.get(key, _ABSENT)
-        if isinstance(x, dict) and isinstance(y, dict) and depth and key:
-            yield from _flat_changes(x, y, f"{place}{key}.", depth - 1)
-        elif x is not y and (x != y or type(x) is not type(y)):
-            yield f"{place}{key}", (x, y)
-
-
 def _edited(source: Subject, path: str, value: Any) -> ModelSpec | None:
     """Return the source's component tree with one field of its config changed; None if gptkit refuses this config."""
     if source.family is None:
         return None
-    config: dict[str, Any] = dict(source.files.config or {})
-    inside, parts = config, _parts(config, path)
-    for key in parts[:-1]:
-        inside[key] = dict(inside[key])
-        inside = inside[key]
-    if value is _ABSENT:
-        inside.pop(parts[-1], None)
-    else:
-        inside[parts[-1]] = value
     try:
-        return source.family.spec(config)
+        return source.family.spec(with_field(source.files.config or {}, path, value))
     except (CannotExpress, InvalidInput):
         return None
-
-
-def _parts(config: Mapping[str, Any], path: str) -> list[str]:
-    """Split a dotted path into the keys of `config` that it consists of. A key may contain dots itself."""
-    for key, value in config.items():
-        if isinstance(value, dict) and path.startswith(f"{key}."):
-            return [key, *_parts(value, path.removeprefix(f"{key}."))]
-    return [path]
 
 
 def _words(a: ModelSpec, b: ModelSpec) -> dict[str, str]:
@@ -144,11 +94,6 @@ def _words(a: ModelSpec, b: ModelSpec) -> dict[str, str]:
     return changed
 
 
-def _value(value: Any) -> str:
-    """Return a field's value in words."""
-    return "absent" if value is _ABSENT else shown(value, 60)
-
-
 def _by_name(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[Finding]:
     """Report the fields that differ between two configs of a model type that gptkit does not know.
 
@@ -157,9 +102,8 @@ def _by_name(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[Finding]:
     for path, (old, new) in changed.items():
         if path.rpartition(".")[2] in COMMON_IRRELEVANT or path.partition(".")[0] in COMMON_IRRELEVANT:
             continue
-        message = (
-            f"{CONFIG}: {path} is {_value(new)}, but {_value(old)} in the original model: it may change the function"
-        )
+        values = f"{path} is {value_words(new)}, but {value_words(old)} in the original model"
+        message = f"{CONFIG}: {values}: it may change the function"
         yield Finding("function", "warning", message, (), "Restore the old value, unless the change is intended.")
 
 
@@ -168,17 +112,17 @@ def _other_effect(source: Subject, path: str, old: Any, new: Any) -> Iterator[Fi
 
     Examples are the model class, the dtype, special tokens, quantisation, or an image encoder.
     """
-    statement = f"{CONFIG}: {path} is {_value(new)}, but {_value(old)} in the original model"
+    statement = f"{CONFIG}: {path} is {value_words(new)}, but {value_words(old)} in the original model"
     top, key = path.partition(".")[0], path.rpartition(".")[2]
     part = source.family.part if source.family is not None else ""
     if top in QUANTISED:
-        if _ABSENT not in (old, new):
+        if ABSENT not in (old, new):
             yield Finding("function", "warning", f"{statement}: the stored integers represent other weights")
     elif top.endswith("_config") and top not in (part, "generation_config"):
         yield Finding(
             "function", "warning", f"{statement}: it belongs to a part of the model that gptkit does not compute"
         )
-    elif key == "architectures" and new and new is not _ABSENT:
+    elif key == "architectures" and new and new is not ABSENT:
         yield Finding("class", "warning", f"{statement}: programs create the model from another class")
     elif key in ("dtype", "torch_dtype"):
         yield Finding("rounding", "note", f"{statement}: programs may load the model in this dtype")

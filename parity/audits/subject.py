@@ -55,6 +55,8 @@ class Audit(Shown):
     values: bool = False  #: whether the weights were read, which finds NaN, infinities and zeros
     names: Mapping[str, str] = field(default_factory=dict)  #: the tensors that need another name, and that name
     in_source: tuple[str, ...] = ()  #: missing tensors that the source has with the required shape
+    restored: tuple[str, Any] | None = None
+    """The field of config.json that contradicts the tensors, and the source's value, with which all tensors fit."""
 
     @property
     def clean(self) -> bool:
@@ -105,6 +107,7 @@ class Subject:
     progress: Callable[[int, int], None]  # called with the bytes read since the last call, and the total
     names: dict[str, str] = field(default_factory=dict)  # misnamed tensors: name in the files -> the expected name
     in_source: list[str] = field(default_factory=list)  # missing tensors that the source has with the required shape
+    restored: tuple[str, Any] | None = None  # a field of config.json and the source's value, with which all tensors fit
     findings: list[Finding] = field(default_factory=list)  # the findings of the previous rules
 
     @cached_property

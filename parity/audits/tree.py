@@ -12,11 +12,11 @@ from ...converter.formats.gguf_header import open_header
 from ...converter.matching import Match
 from ...converter.names import CONFIG
 from ...errors import GptkitError
+from .fields import LAYERS, FittingField, fitting_fields, restored_field, value_words
 from .names import counted, folded, matched
 from .subject import CONVERT_AGAIN, REWRITABLE, SAVE_AGAIN, Finding, Subject
 
 _FEW = 4  # a layer is incomplete if this many times as many layers have its tensors and more
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def check_tree(subject: Subject) -> Iterator[Finding]:
@@ -25,14 +25,16 @@ def check_tree(subject: Subject) -> Iterator[Finding]:
     Report missing, additional and misnamed tensors, and wrong shapes and dtypes. Also report an unusable config.
     """
     files, spec, pairs = subject.files, subject.spec, subject.match
+    fitting, subject.restored = fitting_fields(subject), restored_field(subject)
+    correction = _correction(subject, fitting)
     if isinstance(spec, GptkitError) and not files.config_error:
         remedy = spec.hint or (f"Correct {CONFIG}." if files.config is not None else CONVERT_AGAIN)
-        yield Finding("config", "error", spec.message, (), remedy)
+        yield Finding("config", "error", spec.message, (), correction or remedy)
     elif spec is None and files.resolved.names is not None and CONFIG not in files.names and files.format != "gguf":
         message = f"there is no {CONFIG}, so no program knows which architecture these tensors belong to"
         yield Finding("no-config", "error", message, (), f"Copy the model's {CONFIG} into the folder.")
     if isinstance(pairs, GptkitError):
-        yield Finding("config", "error", pairs.message, (), pairs.hint or f"Correct {CONFIG}.")
+        yield Finding("config", "error", pairs.message, (), correction or pairs.hint or f"Correct {CONFIG}.")
     if not isinstance(pairs, Match) or not isinstance(spec, ModelSpec):
         return
     numbers = {name: int(index["index"]) for name in files.tensors if (index := LAYER.fullmatch(name))}
@@ -51,9 +53,28 @@ def check_tree(subject: Subject) -> Iterator[Finding]:
             message = f"{counted(renamed)} whose names are not those of {subject.family.name} checkpoints: {shown}"
             remedy = "Write a copy with the expected names: run this command with --fix OUT."
             yield Finding("other-name", "error", message, tuple(renamed), remedy)
-    yield from _missing(subject, pairs, spec, missing, numbers)
-    yield from _extra(subject, spec, extra, numbers)
-    yield from _odd(subject, pairs)
+    yield from _missing(subject, pairs, spec, missing, numbers, correction)
+    yield from _extra(subject, spec, extra, numbers, correction)
+    yield from _odd(subject, pairs, fitting, correction)
+
+
+def _correction(subject: Subject, fitting: list[FittingField]) -> str:
+    """Return the remedy for a field of config.json that contradicts the tensors, or ""."""
+    values = " or ".join(f"{field.path} to {field.fits} instead of {field.value}" for field in fitting)
+    return _restoring(subject) or (
+        f"Set {values} in {CONFIG}: then the shapes of all tensors agree." if fitting else ""
+    )
+
+
+def _restoring(subject: Subject) -> str:
+    """Return the remedy if all tensors fit with the source's value of one field of config.json, or ""."""
+    if subject.restored is None or subject.source is None:
+        return ""
+    (path, value), source = subject.restored, subject.source.reference
+    words = f"Restore the value of {path} in {source}, {value_words(value)}"
+    return (
+        f"{words}: run this command with --source {source} --fix OUT" if subject.files.format in REWRITABLE else words
+    )
 
 
 def _other_names(subject: Subject, pairs: Match) -> dict[str, str]:
@@ -94,7 +115,7 @@ def _other_class(subject: Subject, pairs: Match, renamed: Mapping[str, str]) -> 
 
 
 def _missing(
-    subject: Subject, pairs: Match, spec: ModelSpec, missing: list[str], numbers: Mapping[str, int]
+    subject: Subject, pairs: Match, spec: ModelSpec, missing: list[str], numbers: Mapping[str, int], correction: str
 ) -> Iterator[Finding]:
     """Report tensors that the model needs and no file has.
 
@@ -104,6 +125,7 @@ def _missing(
         spec: the component tree.
         missing: the names of the missing tensors.
         numbers: the layer number of each stored tensor.
+        correction: a remedy for a wrong field of config.json, or "".
     """
     if subject.family is not None and missing == [subject.family.head]:
         remedy = (
@@ -112,7 +134,7 @@ def _missing(
         )
         has, repair = _in_source(subject, pairs, missing)
         message = f"the tensor of the language model head is missing{has}"
-        yield Finding("missing-tensor", "error", message, tuple(missing), repair or remedy)
+        yield Finding("missing-tensor", "error", message, tuple(missing), repair or _restoring(subject) or remedy)
     elif missing:
         missing_layers = (
             [layer for layer in range(len(spec.blocks)) if layer not in numbers.values()] if not subject.names else []
@@ -120,7 +142,8 @@ def _missing(
         where = f", including all tensors of layer {number_ranges(missing_layers)}" if missing_layers else ""
         message = f"missing: {counted(missing)} of the {len(pairs.declared):,} that {subject.says} requires{where}"
         has, repair = _in_source(subject, pairs, missing)
-        remedy = repair or SAVE_AGAIN
+        other = f"{correction} Or: {SAVE_AGAIN}" if missing_layers and correction else SAVE_AGAIN
+        remedy = repair or _restoring(subject) or other
         yield Finding("missing-tensor", "error", message + has, tuple(missing), remedy)
 
 
@@ -149,33 +172,43 @@ def _in_source(subject: Subject, pairs: Match, missing: list[str]) -> tuple[str,
     return words, f"Copy {'them' if several else 'it'} from {source}: run this command with --source {source} --fix OUT"
 
 
-def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping[str, int]) -> Iterator[Finding]:
+def _extra(
+    subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping[str, int], correction: str
+) -> Iterator[Finding]:
     """Report stored tensors that the model does not have (`extra`). `numbers` has the layer number of each stored
-    tensor.
+    tensor, and `correction` is a remedy for a wrong field of config.json, or "".
     """
     layers = len(spec.blocks)
     beyond = tuple(name for name in extra if numbers.get(name, 0) >= layers)
     if beyond:
         where = number_ranges(sorted({numbers[name] for name in beyond}))
         message = f"{subject.says} says {layers} layers, but there are tensors of layer {where}"
-        remedy = f"Correct the number of layers in {subject.says}, or remove these tensors."
+        remedy = correction or f"Correct the number of layers in {subject.says}, or remove these tensors."
         yield Finding("config-layers", "error", message, beyond, remedy)
     if unexpected := tuple(name for name in extra if name not in beyond):
         model = (
             "the model" if subject.family is None else f"the {subject.family.name} model that {subject.says} describes"
         )
         message = f"{counted(unexpected)} not part of {model}"
-        remedy = f"Remove these tensors, or correct {subject.says} if they belong to the model."
+        remedy = _restoring(subject) or f"Remove these tensors, or correct {subject.says} if they belong to the model."
         yield Finding("extra-tensor", "error", message, unexpected, remedy)
 
 
-def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
+def _odd(subject: Subject, pairs: Match, fitting: list[FittingField], correction: str) -> Iterator[Finding]:
     """Report stored tensors that do not fit the model.
 
-    They have a wrong shape or dtype, are stored under two names, or are copies of shared weights with other values.
+    They have a wrong shape or dtype, are stored under two names, or are copies of shared weights with other values. If
+    the shapes prove which field of config.json is wrong (`fitting`), one finding names it, with its tensors.
     """
     tensors = subject.files.tensors
-    for expected in pairs.shaped:
+    if pairs.shaped and fitting:
+        names = tuple(pairs.matched[name] for name in pairs.shaped)
+        shared = [name for expected in pairs.shaped for name in pairs.declared[expected].shared]
+        is_vocabulary = all(name.startswith(("embedding.", "head.")) for name in shared)
+        values = " or ".join(f"{field.path} is {field.value}, but should be {field.fits}" for field in fitting)
+        message = f"{CONFIG}: {values} according to the shapes of all tensors"
+        yield Finding("config-vocabulary" if is_vocabulary else "shape", "error", message, names, correction)
+    for expected in pairs.shaped if not fitting else ():
         name, leaf = pairs.matched[expected], pairs.declared[expected]
         rule = "config-vocabulary" if "embedding.weight" in leaf.shared else "shape"
         rule, remedy = ("config-head", 'Set "tie_word_embeddings": false.') if name == pairs.stands_in else (rule, "")
@@ -191,7 +224,7 @@ def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
     if pairs.untied:
         message = f"{subject.says} ties the head to the embedding, but the files have a head with other values"
         remedy = 'Set "tie_word_embeddings": false if the head should not be tied, or remove the head.'
-        yield Finding("tied-head", "error", message, tuple(pairs.untied), remedy)
+        yield Finding("tied-head", "error", message, tuple(pairs.untied), _restoring(subject) or remedy)
     elif pairs.heads and not subject.files.fetched:
         message = (
             f"{subject.says} ties the head to the embedding, and the files have a head too; gptkit has not "
@@ -274,9 +307,7 @@ def check_layers(subject: Subject) -> Iterator[Finding]:
                 message = f"layer {number} of {stack} lacks {counted(lacking)} that similar layers have"
                 yield Finding("layer-incomplete", "error", message, tensors, SAVE_AGAIN)
     stated = (
-        {key: files.config[key] for key in _LAYERS if type((files.config or {}).get(key)) is int}
-        if files.config
-        else {}
+        {key: files.config[key] for key in LAYERS if type((files.config or {}).get(key)) is int} if files.config else {}
     )
     longest = max((max(layers) + 1 for layers in stacks.values()), default=0)
     if stated and longest and longest < min(stated.values()):

@@ -235,6 +235,89 @@ def test_a_tensor_of_another_shape_is_not_copied_from_the_source(tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("field", "wrong", "rule"),
+    [
+        ("vocab_size", 500, "config-vocabulary"),
+        ("intermediate_size", 200, "shape"),
+        ("hidden_size", 48, "shape"),
+        ("num_key_value_heads", 3, "shape"),
+        ("num_key_value_heads", 4, "config"),  # gptkit refuses 6 heads with 4 key-value heads
+        ("head_dim", 12, "shape"),
+        ("num_hidden_layers", 3, "config-layers"),
+        ("num_hidden_layers", 7, "missing-tensor"),
+    ],
+)
+def test_the_field_that_contradicts_the_shapes_is_named_and_restored(
+    field: str, wrong: int, rule: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "model", tensors())
+    right = json.loads((folder / "config.json").read_text())
+    config(**{field: wrong})(folder)
+    (finding,) = (each for each in audit(folder).findings if each.rule != "tokenizer-vocabulary")
+    assert finding.rule == rule
+    assert f"Set {field} to {right[field]} instead of {wrong} in config.json" in finding.remedy
+    assert fix(folder, tmp_path / "out").findings[0].rule == "not-fixed"
+    (finding,) = (each for each in audit(folder, source="sample:llama").findings if each.rule == rule)
+    assert f"Restore the value of {field} in sample:llama, {right[field]}: run this command" in finding.remedy
+    mended = fix(folder, tmp_path / "out", source="sample:llama", values=True)
+    (note,) = mended.findings
+    assert (note.rule, note.severity) == ("restored-field", "note")
+    assert note.message == f"config.json: {field} {wrong} → {right[field]}, as in sample:llama"
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == right
+    assert diff(tmp_path / "out", "sample:llama", rank=False).same_bytes
+    gptkit.load(tmp_path / "out")
+
+
+def test_the_field_of_a_fused_projection_is_named(tmp_path: Path) -> None:
+    """Its rows are no multiple of the number of key-value heads."""
+    save_hf(CONFIGS["phi3"], tmp_path / "model")
+    kv = json.loads((tmp_path / "model" / "config.json").read_text())["num_key_value_heads"]
+    config(num_key_value_heads=1)(tmp_path / "model")
+    (finding,) = (each for each in audit(tmp_path / "model").findings if each.rule == "shape")
+    assert f"num_key_value_heads is 1, but should be {kv}" in finding.message and "qkv_proj" in finding.tensors[0]
+
+
+def test_a_field_that_the_config_lacks_is_restored(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", tensors())
+    edit(folder / "config.json", lambda data: data.pop("num_key_value_heads"))
+    config(tie_word_embeddings=True)(write(tmp_path / "tied", tensors()))
+    for model, words in (
+        (folder, "num_key_value_heads absent → 2"),
+        (tmp_path / "tied", "tie_word_embeddings True → False"),
+    ):
+        (note,) = fix(model, tmp_path / "out", source="sample:llama", force=True).findings
+        assert note.message == f"config.json: {words}, as in sample:llama"
+        assert diff(tmp_path / "out", "sample:llama", rank=False).same_bytes
+
+
+def test_a_config_that_no_single_field_corrects_is_left_as_it_is(tmp_path: Path) -> None:
+    """Two fields are wrong, or the original has the same value: the tensors are named, and nothing is written."""
+    folder = write(tmp_path / "model", tensors())
+    config(vocab_size=500, intermediate_size=200)(folder)
+    (first, *_) = (each for each in audit(folder, source="sample:llama").findings if each.rule == "shape")
+    assert "but config.json says" in first.message and first.remedy.startswith("Correct the size in config.json")
+    assert fix(folder, tmp_path / "out", source="sample:llama").findings[0].rule == "not-fixed"
+    config(vocab_size=512)(folder)
+    original = write(tmp_path / "original", {name: each for name, each in tensors().items() if "mlp" not in name})
+    config(intermediate_size=200)(original)
+    (finding,) = (each for each in audit(folder, source=original).findings if each.rule == "shape")
+    assert "Set intermediate_size to 256 instead of 200" in finding.remedy
+    assert fix(folder, tmp_path / "out", source=original).findings[0].rule == "not-fixed"
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_were_lost_do_not_blame_the_config(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    without("layers.4.")(folder)
+    (finding,) = audit(folder).findings
+    assert "Set num_hidden_layers to 4 instead of 5" in finding.remedy and "Save the model again" in finding.remedy
+    (finding,) = audit(folder, source="sample:llama").findings
+    assert finding.remedy.startswith("Copy them from sample:llama")
+    (folder / "model-00003-of-00003.safetensors").unlink()  # the tensors of the last layers are in no file
+    assert not any("num_hidden_layers" in each.remedy for each in audit(folder).findings)
+
+
 def test_the_source_of_copied_tensors_must_be_local(tmp_path: Path, hub: Hub) -> None:
     whole = write(tmp_path / "whole", tensors())
     hub.repos["org/name"] = Repo({path.name: path.read_bytes() for path in whole.iterdir()})
