@@ -17,8 +17,8 @@ def compare(
     models: list[str] = MODELS,
     context: str | None = option(
         "TOKENS",
-        "The context length in tokens at which costs are compared, such as 4k. The default is the shortest "
-        "of the models' contexts.",
+        "The context length in tokens at which costs are compared, such as 4k (1k is 1,024). The default is the "
+        "shortest of the models' contexts.",
     ),
     dtype: str = option(
         "DTYPE", "The dtype of the weights and the KV cache, such as float32 or bfloat16.", default="bfloat16"

@@ -32,8 +32,8 @@ def evaluate(
     ),
     context: str | None = option(
         "TOKENS",
-        "The number of tokens per window (evaluated sequence), such as 512. The default is the model's "
-        "context, but at most 2,048.",
+        "The number of tokens per window (evaluated sequence), such as 512 or 4k (1k is 1,024). The default is "
+        "the model's context, but at most 2,048.",
     ),
     past: int = option(
         "M",
@@ -49,8 +49,8 @@ def evaluate(
     ),
     stride: str | None = option(
         "TOKENS",
-        "The number of tokens from the start of one window to the start of the next, such as 256. If it is "
-        "less than --context, windows overlap, and predictions have more context. The default is a whole "
+        "The number of tokens from the start of one window to the start of the next, such as 256 or 1k (1k is 1,024). "
+        "If it is less than --context, windows overlap, and predictions have more context. The default is a whole "
         "window, without overlap.",
     ),
     top_k: str = option(

@@ -28,8 +28,8 @@ _TEACHER = option(
 )
 _BUDGET = option(
     "--tokens N",
-    "The number of tokens that each run trains on, such as 400k or 1M. The default is the number of "
-    "tokens in the text, but at least 20k and at most 400k.",
+    "The number of tokens that each run trains on, such as 400k or 1M (1k is 1,024, 1M is 1,024k). The default is the "
+    "number of tokens in the text, but at least 20,000 and at most 400,000.",
 )
 _TIME = option("--time TIME", "Train each run for this long instead of a number of tokens: 90s, 10m or 1.5h.")
 _TRAINED = option(
@@ -70,8 +70,8 @@ _BESIDE = option(
 )
 _CONTEXT = option(
     "N",
-    "The number of tokens per window (training sequence), such as 512. The default is the models' "
-    "context, but at most 1,024.",
+    "The number of tokens per window (training sequence), such as 512 or 2k (1k is 1,024). The default is "
+    "the models' context, but at most 1,024.",
     _HOW,
 )
 _LR = option(

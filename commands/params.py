@@ -51,7 +51,7 @@ _FLOPS = flag(
 )
 _CONTEXT = option(
     "TOKENS",
-    "The number of tokens per sequence for --flops, --memory, --tp and --pp, such as 8k. The default is "
+    "The number of tokens per sequence for --flops, --memory, --tp and --pp, such as 8k (1k is 1,024). The default is "
     "the model's longest context. With --gpu: the sequence length for which the largest batch is "
     "reported. The default is then 8,192, or the model's longest context if that is shorter.",
     COSTS,

@@ -40,7 +40,9 @@ def recommend(
         "below 10M parameters.",
     ),
     context: str | None = option(
-        "TOKENS", "The context length in tokens, such as 64k. The default is 4,096, or 131,072 with --goal context."
+        "TOKENS",
+        "The context length in tokens, such as 64k (1k is 1,024). The default is 4,096, or 131,072 with "
+        "--goal context.",
     ),
     loadable: bool = flag("--loadable", "Propose only an architecture that a model class of transformers supports."),
     out: Path | None = option(

@@ -67,18 +67,20 @@ DATA = option(
     "--data FILE", "The training text: a text file (repeatable), or one folder written by gptkit tokenize.", default=...
 )
 _BUDGET = option(
-    "--tokens N", "The number of tokens to train on, such as 500k, 1M or 2e9. Give either --tokens or --time."
+    "--tokens N",
+    "The number of tokens to train on, such as 500k, 1M or 2e9 (1k is 1,024, 1M is 1,024k). Give either --tokens or "
+    "--time.",
 )
 BATCH = option(
     "N",
-    "The number of tokens per training step, such as 16k. The default is 16 windows (see --context), or "
-    "fewer if the training is short.",
+    "The number of tokens per training step, such as 16k (1k is 1,024). The default is 16 windows (see "
+    "--context), or fewer if the training is short.",
     _HOW,
 )
 _CONTEXT = option(
     "N",
-    "The number of tokens per window (training sequence), such as 512. The default is the model's "
-    "context, but at most 1,024.",
+    "The number of tokens per window (training sequence), such as 512 or 2k (1k is 1,024). The default is "
+    "the model's context, but at most 1,024.",
     _HOW,
 )
 _LR = option(

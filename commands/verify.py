@@ -35,8 +35,8 @@ _LONG = flag(
 )
 _UP_TO = option(
     "--up-to TOKENS",
-    "The length in tokens of the longest sequence that you will use, such as 4096. gptkit ignores "
-    "differences that appear only in longer sequences.",
+    "The length in tokens of the longest sequence that you will use, such as 4096 or 4k (1k is 1,024). gptkit "
+    "ignores differences that appear only in longer sequences.",
 )
 _MUTATIONS = option(
     "--mutations/--no-mutations",

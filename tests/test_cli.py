@@ -21,6 +21,7 @@ from helpers.families import CONFIGS, save_hf
 from helpers.processes import HANGS, imported
 from helpers.processes import gptkit as command
 from safetensors.torch import load_file, save_file
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import gptkit
@@ -150,6 +151,31 @@ def test_help_ends_with_examples_of_the_command(name: str) -> None:
     names = {name, {"inspect": "load"}.get(name, name)}  # an alias has the examples of what it stands for
     assert last and all(line.split()[:1] == ["gptkit"] and line.split()[1] in names for line in last)
     assert max(map(len, told.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("train", {"--tokens", "--batch", "--context"}),
+        ("heal", {"--tokens", "--batch", "--context"}),
+        ("eval", {"--context", "--stride"}),
+        ("verify", {"--up-to"}),
+        ("compare", {"--context"}),
+        ("recommend", {"--context"}),
+        ("params", {"--kv", "--context"}),
+    ],
+)
+def test_help_says_what_1k_tokens_are(name: str, options: set[str]) -> None:
+    """The help of every option that is read as a number of tokens."""
+    params = {
+        param.opts[-1]: param.help or ""
+        for param in get_command(app).commands[name].params
+        if param.opts[-1].startswith("--")
+    }
+    assert {option for option, words in params.items() if "1k is 1,024" in words} == options
+    in_k = [words for words in params.values() if "tokens" in words and re.search(r"\b\d+k\b", words)]
+    assert in_k and all("1k is 1,024" in words for words in in_k)
+    assert max(map(len, runner.invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout.splitlines())) <= 80
 
 
 def test_a_traceback_only_when_asked(tmp_path: Path) -> None:
