@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,6 +206,18 @@ def extract(
     say(lines, quiet)
 
 
+def _after_changes(folder: Path) -> str:
+    """Say why a folder differs from its manifest, and what to do if the change was intended."""
+    from ..converter.names import CONFIG, LOCAL_CONFIG
+
+    formats = [to for name, to in ((LOCAL_CONFIG, "local"), (CONFIG, "hf")) if (folder / name).is_file()]
+    why = "The folder changed after gptkit wrote it."
+    if not formats:
+        return f"{why} Write it again, or copy it again."
+    copy = f"gptkit convert {shlex.quote(str(folder))} NEW --to {formats[0]}"
+    return f"{why} If that was intended, write a copy with its own manifest: {copy}"
+
+
 @command("gptkit check gpt2-local", "gptkit check ./any-checkpoint")
 def check(
     folder: Path = argument("FOLDER", "The folder of the checkpoint to check, such as ./gpt2-local."),
@@ -240,6 +253,8 @@ def check(
     problems = check_manifest(folder)
     if problems:
         some = [*problems[:10], *([f"… and {len(problems) - 10} more"] if len(problems) > 10 else [])]
-        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        raise CheckpointError(f"{folder} does not match its {MANIFEST}: {count}", "\n".join(some))
+        lines = [f"  {line}" for line in some] + ([] if problems[0].startswith(MANIFEST) else [_after_changes(folder)])
+        raise CheckpointError(
+            f"{folder} does not match its {MANIFEST}: {counted(len(problems), 'problem')}", "\n".join(lines)
+        )
     say([f"{folder}: every file is identical to its entry in {MANIFEST}"], quiet)

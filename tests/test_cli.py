@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from typer.testing import CliRunner, Result
 
 import gptkit
 from gptkit.cli import app
+from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.surgery.registry import all_options
 
 runner = CliRunner()
@@ -506,7 +508,7 @@ def test_generate(tiny: Path) -> None:
 def test_check(tiny: Path) -> None:
     run("convert", tiny, "out")
     Path("out/gptkit.json").unlink()
-    assert "1 problem\n  gptkit.json is missing" in run("check", "out", code=4).stderr
+    assert "1 problem\n    gptkit.json is missing" in run("check", "out", code=4).stderr
     for number in range(20):
         Path(f"out/{number}").write_text("")
     result = runner.invoke(app, ["check", "out"])
@@ -514,6 +516,29 @@ def test_check(tiny: Path) -> None:
     assert "21 problems" in result.stderr and "and 11 more" in result.stderr
     Path("out/manifest.json").write_text("{")
     assert "cannot be read" in run("check", "out", code=4).stderr
+
+
+@pytest.mark.parametrize(("to", "file"), [("hf", "config.json"), ("local", "gptkit.json")])
+def test_check_says_how_to_keep_a_change_that_was_intended(to: str, file: str, tiny: Path) -> None:
+    """The command that it names writes a folder with the change, which check accepts."""
+    run("convert", tiny, "an out", "--to", to)
+    path = Path("an out", file)
+    text = path.read_text()
+    name = "layer_norm_epsilon" if to == "hf" else "eps"
+    changed = re.sub(rf'"{name}": [^,\n]+', f'"{name}": 0.0625', text)
+    assert changed != text
+    path.write_text(changed)
+    told = run("check", "an out", code=4).stderr
+    assert f"{file}: its bytes changed" in told or f"{file}: {len(text)} bytes expected" in told
+    *_, last = told.splitlines()
+    why, _, copy = last.strip().partition(": ")
+    assert why == "The folder changed after gptkit wrote it. If that was intended, write a copy with its own manifest"
+    assert copy == f"gptkit convert 'an out' NEW --to {to}"
+    run(*shlex.split(copy)[1:])
+    assert "every file" in run("check", "NEW").stdout
+    specs = [open_checkpoint(folder).spec for folder in ("an out", "NEW", tiny)]
+    assert specs[0] == specs[1] != specs[2]
+    assert Path("NEW", file).read_text() == changed or to == "local"
 
 
 def test_pickles(tiny: Path) -> None:
