@@ -159,7 +159,7 @@ def swap_lines(result: SwapResult) -> list[str]:
         lines.append(f"text        perplexity {perplexity}, KL {scientific(measured.kl_text)}, {same}")
     if naive is not None and naive.perplexity is not None and naive.kl_text is not None:
         perplexity, kl = perplexity_words(naive.perplexity[1]), scientific(naive.kl_text)
-        lines.append(f"plain form  perplexity {perplexity}, KL {kl} (with --approximate)")
+        lines.append(f"plain form  perplexity {perplexity}, KL {kl} (without a fit: --approximate)")
     for dtype, error in measured.maximum.items():
         apart = f"max Δ {scientific(error)}, relative {scientific(measured.relative[dtype])}"
         sides = "base+adapter against merged" if result.chain.merges else "before against after"

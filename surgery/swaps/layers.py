@@ -188,7 +188,10 @@ def _notes_on(layers: int, best: Dropping) -> Iterator[str]:
 
     `layers` is the old number of layers, and `best` the result of the search.
     """
-    yield f"chosen by {best.by}, by KL on {best.tokens:,} tokens of the text; tried without these layers, best first:"
+    yield (
+        f"chosen by {best.by}, by KL on {best.tokens:,} tokens of the text; sets of removed layers that were tried, "
+        "each with the KL in nats per token, best first:"
+    )
     by_size: dict[int, list[tuple[float, str]]] = {}
     for stay, kl in best.tried.items():
         dropped = [layer for layer in range(layers) if layer not in stay]

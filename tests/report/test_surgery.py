@@ -120,6 +120,12 @@ def test_the_first_kl_is_the_one_on_the_text(tmp_path: Path) -> None:
     assert others[-1].startswith("random ids ") and f"KL {scientific(done.measured.kl)}" in others[-1]
 
 
+def test_the_plain_form_is_explained_where_it_stands(tmp_path: Path) -> None:
+    done = gptkit.swap("sample:llama", tmp_path / "out", attention="mqa", calibrate_tokens=2048)
+    (line,) = (line for line in swap_lines(done) if line.startswith("plain form"))
+    assert line.endswith("(without a fit: --approximate)") and len(line) <= 80
+
+
 def test_costs_side_by_side() -> None:
     before = costs(gptkit.open_checkpoint("sample:llama").spec)
     text = printed(costs_table(before, before))

@@ -178,7 +178,8 @@ def test_auto_drops_a_layer_that_adds_nothing_and_says_what_it_tried(tmp_path: P
     dropped = gptkit.swap(tmp_path / "more", tmp_path / "back", layers=f"auto:{layers}")
     assert dropped.guarantee == "exact"
     notes = "\n".join(dropped.chain.notes)
-    assert "by KL on 4,096 tokens" in notes and all(f"{layer}: " in notes for layer in range(layers + 1))
+    assert "by KL on 4,096 tokens" in notes and "removed layers that were tried, each with the KL in nats" in notes
+    assert all(f"{layer}: " in notes for layer in range(layers + 1))
     save_hf(CONFIGS["gpt2"], tmp_path / "hf")
     with pytest.raises(UsageError, match="needs a text to fit on") as caught:
         gptkit.swap(tmp_path / "hf", tmp_path / "out", layers="auto:1")
