@@ -1,15 +1,21 @@
 """The commands swap, which changes components of a model, and swaps, which lists the possible changes."""
 
+import inspect
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from typer.core import TyperOption
+import typer
+import typer.main
 
 from ..errors import UsageError
 from ..terminal import answer, console, progress_bar, say, status
 from .base import FORCE, JSON, MODEL, QUIET, Command, ForWeights, argument, command, flag, option
 from .completion import forms, one_of
+
+if TYPE_CHECKING:
+    from ..surgery.options import Option
 
 _HOW, _GENERAL = "How to swap", "General"
 """The first and the last heading in the help of `swap`. The headings of the swaps come between them."""
@@ -31,16 +37,33 @@ class _SwapCommand(Command):
         general = [param for param in options if getattr(param, "rich_help_panel", None) != _HOW]
         for param in general:
             param.rich_help_panel = _GENERAL
-        parameters = [param for param in own if param not in general]
-        for swap_option in all_options():
-            fields: dict[str, Any] = {"count": True, "metavar": " "}  # instead of its type
-            if not swap_option.flag:
-                values = one_of(forms(swap_option.metavar))
-                complete = partial(lambda values, ctx, args, incomplete: values(incomplete), values)
-                fields = {"type": str, "multiple": True, "metavar": swap_option.metavar, "autocompletion": complete}
-            fields |= {"help": swap_option.help, "rich_help_panel": swap_option.group}
-            parameters.append(TyperOption(param_decls=[swap_option.name, swap_option.spelled], **fields))
-        return parameters + general
+        return [*(param for param in own if param not in general), *_swap_options(all_options()), *general]
+
+
+def _swap_options(options: Iterable["Option"]) -> list[Any]:
+    """Return options of swaps as parameters of a command.
+
+    typer makes them from the signature of a function, because releases of typer differ in how they construct options.
+    """
+
+    def declared(**_: Any) -> None: ...
+
+    parameters = []
+    for swap_option in options:
+        shown: dict[str, Any] = {"help": swap_option.help, "rich_help_panel": swap_option.group}
+        if swap_option.flag:  # counts how often it is given; the metavar takes the place of the type
+            kind: Any = int
+            default = typer.Option(0, swap_option.spelled, count=True, metavar=" ", show_default=False, **shown)
+        else:
+            kind = list[str]
+            shown |= {"metavar": swap_option.metavar, "autocompletion": one_of(forms(swap_option.metavar))}
+            default = typer.Option([], swap_option.spelled, **shown)
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(swap_option.name, keyword, default=default, annotation=kind))
+    declared.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    app = typer.Typer(add_completion=False)
+    app.command()(declared)
+    return [param for param in typer.main.get_command(app).params if param.name != "help"]
 
 
 _RECIPE = option(
