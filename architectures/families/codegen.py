@@ -1,7 +1,8 @@
 """CodeGen (Nijkamp et al. 2203.13474): GPT-J's blocks with q, v and k in one tensor. It is split into four parts, one
 for each of the cores that trained it, and each part has a quarter of the queries, values and keys.
 
-transformers has no sdpa path for this family. Queries stay in fp32 after RoPE, and the cache rounds keys.
+RoPE is computed in fp32. Before transformers 5.24, queries stay in fp32, only the cache rounds keys, and there is no
+sdpa path.
 
 Source: transformers models/codegen/{configuration,modeling}_codegen.py.
 """
@@ -12,7 +13,7 @@ from ..base import Leaf, leaves_of, only_eager
 from ..config import GPT2_ALIASES
 from ..fields import multiple
 from ..layout import Layout
-from .gptj import DECODER, EMBEDDING, GPTJ_DROPPED, GPTJ_IRRELEVANT, KINDS, REST, B, T, rotary_dims
+from .gptj import DECODER, EMBEDDING, GPTJ_DROPPED, GPTJ_IRRELEVANT, KINDS, REST, REWRITTEN, B, T, rotary_dims
 
 _CORES = 4
 _QUARTERS = Layout("(4 part heads/4 head_dim) hidden", "(4 part heads/4 head_dim) hidden", "part", ("1", "1", "1"))
@@ -21,7 +22,7 @@ _DECODER = replace(
     DECODER,
     fields={**DECODER.fields, "n_head": multiple("heads", 16, of=_CORES)},
     fixed={**DECODER.fixed, "attention.fused": True},
-    layers=rotary_dims("keys"),
+    layers=rotary_dims("result" if REWRITTEN else "keys"),
     sized=lambda _, sizes: {name: _CORES * sizes[name] for name in ("heads", "hidden")},
 )
 
@@ -43,5 +44,5 @@ _CODEGEN = _DECODER.architecture(
     dropped=GPTJ_DROPPED,
     irrelevant=GPTJ_IRRELEVANT,
     bounded=True,
-    **only_eager(),
+    **({} if REWRITTEN else only_eager()),
 )

@@ -2,7 +2,8 @@
 head. RoPE on adjacent pairs in the first elements of each head replaces learned positions. The projections of attention
 have no biases.
 
-transformers has no sdpa path for this family. It computes scores in fp32 and then divides them.
+transformers computes scores in fp32, and then divides them by √head_dim. From 5.24 on, it multiplies them by the
+inverse instead, and has an sdpa path too.
 
 Source: transformers models/gptj/{configuration,modeling}_gptj.py.
 """
@@ -18,9 +19,10 @@ from ..draws import Config, Random, Sizes
 from ..fields import PRE, Field
 from ..lenses import Lens
 from ..obstacles import Kinds, of_kind
+from ..releases import since
 
 
-def rotary_dims(rounding: Literal["input", "keys"]) -> Lens:
+def rotary_dims(rounding: Literal["input", "result", "keys"]) -> Lens:
     """Return a `Lens` that reads and writes the config field `rotary_dim`.
 
     The field is the number of elements of a head that RoPE rotates. `rounding` is the value of `Rotary.rounding`.
@@ -56,10 +58,13 @@ _FIELDS = {
     "layer_norm_epsilon": Field("eps", 1e-5),
     "tie_word_embeddings": Field("tied", False),
 }
+REWRITTEN = since("5.24")
+"""Whether transformers has the newer code of GPT-J and CodeGen."""
+
 _FIXED = {
     "block.parallel": True,
-    "attention.scaling": "divide",
-    "attention.kernel": "eager",
+    "attention.scaling": "multiply" if REWRITTEN else "divide",
+    "attention.kernel": "any" if REWRITTEN else "eager",
     "attention.scores": "float32, then scaled",
     "feed_forward.up_bias": True,
     "feed_forward.down_bias": True,
@@ -101,5 +106,5 @@ _GPTJ = DECODER.architecture(
     dropped=GPTJ_DROPPED,
     irrelevant=GPTJ_IRRELEVANT,
     bounded=True,
-    **only_eager(),
+    **({} if REWRITTEN else only_eager()),
 )
