@@ -347,11 +347,13 @@ class ConfigReader:
             raise self.fail(name, value, "a string")
         return value
 
-    def choice(self, name: str, default: str, choices: Mapping[str, Any]) -> Any:
-        """Read a string from a field, and return the value that `choices` has for it."""
-        value = self.string(name, default)
-        if value not in choices:
-            raise self.fail(name, value, "one of " + ", ".join(choices))
+    def choice(self, name: str, default: Any, choices: Mapping[Any, Any]) -> Any:
+        """Read a string from a field, or another key of `choices`, and return the value that `choices` has for it."""
+        only_strings = all(isinstance(known, str) for known in choices)
+        value = self.string(name, default) if only_strings else self.raw(name, default)
+        if isinstance(value, dict | list) or value not in choices:
+            words = ("null" if known is None else str(known) for known in choices)
+            raise self.fail(name, value, "one of " + ", ".join(words))
         return choices[value]
 
     def refuse(self, refusals: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
@@ -394,7 +396,8 @@ class ConfigReader:
 
         The fields have the order of the file. Fields of objects come last.
         """
-        own = [self.place + key for key in self.data if self.place + key not in self.used and key not in irrelevant]
+        own = [key for key in self.data if not {key, self.place + key} & irrelevant.keys()]
+        own = [self.place + key for key in own if self.place + key not in self.used]
         return own + [name for inner in self.objects.values() for name in inner.unknown(irrelevant)]
 
     def kinds_of_layers(self, name: str = "layer_types") -> Any:

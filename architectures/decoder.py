@@ -3,8 +3,11 @@
 Every field of the table has a *role*, which says what the value is in the ModelSpec. Plain roles are sizes from which
 the model is built (`hidden`, `heads`, `eps`). A dotted role is a field of one kind of component, in every layer or
 outside of the layers (`attention.cap`, `feed_forward.up_bias`, `embedding.multiplier`, `head.bias`, `norm.bias`,
-`branch.multiplier`). If the table is not enough for a family, it passes further values to `DecoderFamily.read`, and
-adds fields to the result of `DecoderFamily.write`.
+`branch.multiplier`, `transform.bias`). If the table is not enough for a family, it passes further values to
+`DecoderFamily.read`, and adds fields to the result of `DecoderFamily.write`.
+
+A role may also name a component that `DecoderFamily.read` does not make, such as `layer_inputs.width`. The family adds
+this component to the ModelSpec, and the table still writes the field (`fields.write_tree`).
 """
 
 import re
@@ -22,6 +25,7 @@ from ..components import (
     Embedding,
     GatedFeedForward,
     Head,
+    HeadTransform,
     LearnedPositions,
     MixtureOfExperts,
     ModelSpec,
@@ -33,10 +37,11 @@ from ..errors import CannotExpress
 from .base import Architecture, Leaf
 from .config import COMMON_REFUSED, ConfigReader
 from .draws import CONTEXTS, EVEN, ODD, TABLE, VOCAB, Config, experts, grouped_heads, placed
-from .fields import ACTIVATIONS, PRE, Fields
+from .fields import ACTIVATIONS, PRE, Fields, of_part, write_tree
 from .fields import Field as Field  # definitions of users import it from here
-from .lenses import ALL_LAYERS, Lens
+from .lenses import Lens, sparse_layers
 from .obstacles import Kinds, of_kind
+from .places import ALL_LAYERS, Places
 from .rope import ROTARY, USUAL_ROTARY, RotaryKind, draw_rotary, read_rotary, write_rotary
 from .usual import ROTARY_BUFFERS, STACKED
 
@@ -45,8 +50,10 @@ from .usual import ROTARY_BUFFERS, STACKED
 class Mixtures:
     """The properties of a family's mixtures of experts that are not fields of config.json."""
 
-    sparse: Lens = ALL_LAYERS
+    sparse: Places = ALL_LAYERS
     """Reads and writes the config fields that say which layers are mixtures of experts."""
+    none: int | None = None
+    """The number of experts of models without mixtures, if the family has such models."""
     expert: Mapping[str, Any] = field(default_factory=lambda: {"fused": True})
     """Fields of the component of an expert, in which it differs from the feed-forward of a dense layer."""
     shared: Mapping[str, Any] = field(default_factory=dict)
@@ -87,6 +94,8 @@ class DecoderFamily:
     field has the role "head_norms", it switches these norms on."""
     embedding_norm: bool = False
     """Whether there is a norm after the embedding."""
+    first_bare: bool = False
+    """Whether the first attention has no norm before it, because it reads the output of the embedding's norm."""
     layers: Lens | None = None
     """Reads and writes the config fields of attention whose values differ by layer."""
     recurrent: Lens | None = None
@@ -113,6 +122,8 @@ class DecoderFamily:
         mixtures = () if self.mixtures is None else (MixtureOfExperts,)
         lenses = [lens for lens in (self.layers, self.recurrent) if lens is not None]
         others = {kind for lens in lenses for kind in lens.kinds}
+        roles = (*self.fixed, *(declared.role for declared in self.fields.values()))
+        others |= {HeadTransform} if any(role.startswith("transform.") for role in roles) else set()
         return frozenset({self.norm, self.mixer, self.inner, *positions, *mixtures, *others})
 
     def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
@@ -158,27 +169,34 @@ class DecoderFamily:
         tied, hidden = values["tied"], values["hidden"]
         if config.outer is not None:  # in a composite model, the field of the whole model decides
             tied = config.outer.boolean(names["tied"], tied)
-        norm = self.norm(size=hidden, eps=values["eps"], **_of_part(values, "norm"))
+        norm = self.norm(size=hidden, eps=values["eps"], **of_part(values, "norm"))
         feed_forwards = self._feed_forwards(config, values, names)
-        attentions = self.attentions(config, values, _of_part(values, "attention"), _of_part(values, "norm"))
+        attentions = self.attentions(config, values, of_part(values, "attention"), of_part(values, "norm"))
         tables = (getattr(getattr(attention, "position", None), "table", None) for attention in attentions)
         table = next((table(values["heads"]) for table in tables if table is not None), None)
+        blocks, transform = self._blocks(values, norm, attentions, feed_forwards), of_part(values, "transform")
+        if self.first_bare:
+            blocks = (blocks[0].replaced(attention_norm=None), *blocks[1:])
+        if transform:
+            transform = {"transform": HeadTransform(hidden_size=hidden, norm=norm, **transform)}
         return ModelSpec(
             embedding=Embedding(
                 vocab_size=values["vocab"],
                 hidden_size=hidden,
                 norm=norm if self.embedding_norm else None,
-                **_of_part(values, "embedding"),
+                **of_part(values, "embedding"),
             ),
             positions=(
-                self.table(length=values["context"], size=hidden, **_of_part(values, "positions"))
+                self.table(length=values["context"], size=hidden, **of_part(values, "positions"))
                 if self.learned
                 else None
             ),
             relative_bias=table,
-            blocks=self._blocks(values, norm, attentions, feed_forwards),
-            final_norm=replace(norm, **_of_part(values, "final_norm")) if values.get("final_norm", True) else None,
-            head=Head(vocab_size=values["vocab"], hidden_size=hidden, tied=tied, **_of_part(values, "head")),
+            blocks=blocks,
+            final_norm=replace(norm, **of_part(values, "final_norm")) if values.get("final_norm", True) else None,
+            head=Head(
+                vocab_size=values["vocab"], hidden_size=hidden, tied=tied, **of_part(values, "head"), **transform
+            ),
             context_length=values["context"],
         )
 
@@ -191,7 +209,7 @@ class DecoderFamily:
         """
         values: dict[str, Any] = dict.fromkeys(("kv_heads", "head_dim", "intermediate", "context"))
         names: dict[str, str] = {}
-        for outer in dict.fromkeys(name.rpartition(".")[0] for name in self.fields if "." in name):
+        for outer in dict.fromkeys(name.partition(".")[0] for name in self.fields if "." in name):
             config.inner(outer).refuse(COMMON_REFUSED)
         for name, declared in self.fields.items():
             roles = declared.role.split()
@@ -223,8 +241,9 @@ class DecoderFamily:
                 places = [name.removeprefix(f"{slot}_") for name in norms if name.startswith(slot)]
                 if normed and hasattr(mixer, "expert"):
                     places.append("output_norm")
-                sublayers.append(SubLayer(mixer=mixer, **dict.fromkeys(places, norm), **_of_part(values, "branch")))
-            return Block(sublayers=tuple(sublayers), **_of_part(values, "block"))
+                own = {**of_part(values, "branch"), **of_part(values, f"{slot}_branch")}
+                sublayers.append(SubLayer(mixer=mixer, **dict.fromkeys(places, norm), **own))
+            return Block(sublayers=tuple(sublayers), **of_part(values, "block"))
 
         return tuple(map(layer, attentions, feed_forwards))
 
@@ -240,11 +259,13 @@ class DecoderFamily:
             hidden_size=values["hidden"],
             intermediate_size=values["intermediate"] or 4 * values["hidden"],
             activation=values["activation"],
-            **_of_part(values, "feed_forward"),
+            **of_part(values, "feed_forward"),
         )
         if self.mixtures is None:
             return [dense] * values["layers"]
-        sparse = self.mixtures.sparse.get(config, values)
+        sparse = self.mixtures.sparse.get(config, values["layers"])
+        if self.mixtures.none is not None and values["mixture.experts"] == self.mixtures.none:
+            sparse = [False] * len(sparse)
         mixture = self._mixture(config, values, names, dense) if any(sparse) else None
         return [mixture if is_sparse else dense for is_sparse in sparse]
 
@@ -260,10 +281,10 @@ class DecoderFamily:
             dense: the feed-forward of dense layers. Experts are like it, except for their width.
         """
         assert self.mixtures is not None
-        own = _of_part(values, "mixture")
+        own = of_part(values, "mixture")
         for role in ("experts", "top_k"):
-            if own[role] is None:
-                raise config.fail(names[f"mixture.{role}"], None, "a positive integer")
+            if not own[role]:
+                raise config.fail(names[f"mixture.{role}"], own[role], "a positive integer")
         experts, top_k = own["experts"], own["top_k"]
         if top_k > experts:
             counted = names["mixture.experts"]
@@ -320,13 +341,14 @@ class DecoderFamily:
             return self.norm(size=size, eps=values["eps"], **{**norm, **groups, **apart})
 
         kv_heads = values["kv_heads"] or heads
+        rotary = None if self.rotary is None else read_rotary(config, head_dim, values["context"], self.rotary)
         shared: dict[str, Any] = {
             "hidden_size": values["hidden"],
             "heads": heads,
             "kv_heads": kv_heads,
             "head_dim": head_dim,
             "scale": head_dim**-0.5,
-            "position": None if self.rotary is None else read_rotary(config, head_dim, values["context"], self.rotary),
+            "position": rotary if values.get("rope", True) else None,
             "q_norm": head_norm(heads),
             "k_norm": head_norm(kv_heads),
             **own,
@@ -359,24 +381,38 @@ class DecoderFamily:
         norm: Any = next(iter(first.norms().values()), spec.final_norm)
         if norm is None:
             raise CannotExpress("the model has no norm after the last layer, but this architecture needs one")
+        sizes = {
+            "heads": attention.heads,
+            "kv_heads": getattr(attention, "kv_heads", None),
+            "head_dim": getattr(attention, "head_dim", None),
+            "intermediate": inner.intermediate_size,
+            "activation": inner.activation,
+            "eps": norm.eps,
+            "rope": getattr(attention, "position", None) is not None,
+            "head_norms": attention.q_norm is not None,
+            "output_norms": first.sublayers[0].output_norm is not None,
+        }
         parts = {
-            "embedding": spec.embedding,
-            "positions": spec.positions,
-            "head": spec.head,
             "attention": attention,
-            "position": getattr(attention, "position", None),
             "feed_forward": inner,
+            "mixture": mixture,
             "norm": norm,
             "final_norm": norm if spec.final_norm is None else spec.final_norm,
             "branch": first.sublayers[0],
             "block": first,
-            "mixture": mixture,
         }
-        fields = self._written_fields(spec, parts)
+        if mixture is not None:
+            width, shared_size = mixture.intermediate_size, mixture.shared_size
+            sizes |= {"expert_size": width, "shared_size": shared_size, "shared_experts": shared_size // width}
+        if self.square and any(f.role == "head_dim" and f.default is None for f in self.fields.values()):
+            del sizes["head_dim"]  # it follows from the hidden size
+        fields = write_tree(self.fields, spec, parts, **sizes)
         if self.rotary is not None:
             fields |= self._written_rotary(spec, attention.head_dim, self.rotary)
         if self.mixtures is not None:
-            fields |= self.mixtures.sparse.put(spec)
+            fields |= self.mixtures.sparse.put(sparse_layers(spec))
+            if mixture is None and self.mixtures.none is not None:
+                fields |= dict.fromkeys(self._names("mixture.experts"), self.mixtures.none)
         for lens in (self.layers, self.recurrent):
             fields |= {} if lens is None else lens.put(spec)
         if len({fields[name] for name in self.together}) > 1:
@@ -401,43 +437,9 @@ class DecoderFamily:
             dense = mixture.shared if apart and mixture.shared is not None else mixture.expert
         return dense, mixture
 
-    def _written_fields(self, spec: ModelSpec, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those config fields of a model that are in the table `fields`.
-
-        Args:
-            spec: the model.
-            parts: the components that roles refer to. The component of the role `attention.cap` has the key
-                "attention".
-        """
-        mixture, first = parts["mixture"], parts["block"]
-        sizes = {
-            "vocab": spec.vocab_size,
-            "hidden": spec.hidden_size,
-            "layers": len(spec.blocks),
-            "context": spec.context_length,
-            "tied": spec.tied,
-            "eps": parts["norm"].eps,
-            "intermediate": parts["feed_forward"].intermediate_size,
-            "head_norms": parts["attention"].q_norm is not None,
-            "output_norms": first.sublayers[0].output_norm is not None,
-        }
-        if mixture is not None:
-            width, shared_size = mixture.intermediate_size, mixture.shared_size
-            sizes |= {"expert_size": width, "shared_size": shared_size, "shared_experts": shared_size // width}
-        fields: dict[str, Any] = {}
-        for name, declared in self.fields.items():
-            role = declared.role.split()[0]
-            part, _, inside = _ROLES.get(role, role).partition(".")
-            if mixture is None and (part == "mixture" or part in _MIXTURE):
-                continue  # the field describes mixtures, and the tree has none
-            value = getattr(parts[part], inside) if inside and declared.of is None else sizes.get(role)
-            if self.square and role == "head_dim" and declared.default is None:
-                continue  # the width follows from the hidden size
-            if value is not None or declared.default is not None or role != "context":
-                outer, _, name = name.rpartition(".")
-                into = fields.setdefault(outer, {}) if outer else fields
-                into[name] = declared.written(value) if declared.of is None else declared.of(spec)
-        return fields
+    def _names(self, *roles: str) -> list[str]:
+        """Return the config fields with these roles."""
+        return [name for name, declared in self.fields.items() if declared.role in roles]
 
     def _written_rotary(self, spec: ModelSpec, head_dim: int, kind: RotaryKind) -> dict[str, Any]:
         """Return the RoPE config fields, from the first layer that has RoPE.
@@ -501,31 +503,16 @@ class DecoderFamily:
             config |= drawn if needed or chosen.random() < 0.7 else {}
         if self.rotary is not None:
             config |= draw_rotary(chosen, sizes["head_dim"], self.rotary)
-        lenses = [self.layers, self.recurrent, None if self.mixtures is None else self.mixtures.sparse]
-        for lens in lenses:
+        for lens in (self.layers, self.recurrent):
             config |= {} if lens is None else lens.draw(chosen, sizes)
+        if self.mixtures is not None:
+            config |= self.mixtures.sparse.draw(chosen, sizes["layers"])
+            if self.mixtures.none is not None and chosen.random() < 0.5:
+                config |= dict.fromkeys(self._names("mixture.experts", "mixture.top_k"), self.mixtures.none)
         values = [config[name] for name in self.together if name in config]
         config |= dict.fromkeys(self.together, values[0]) if values else {}
         return placed(config)
 
 
-def _of_part(values: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """Return the values of the roles that begin with `part` and a dot, without this prefix.
-
-    For the part "attention", this gives fields of `Attention`. A `scale` of None is left out, so that the default
-    applies.
-    """
-    stated = {role: value for role, value in values.items() if role != "attention.scale" or value is not None}
-    return {role.partition(".")[2]: value for role, value in stated.items() if role.startswith(f"{part}.")}
-
-
 Decoder = DecoderFamily
 """The former name of `DecoderFamily`. Family definitions that older versions of gptkit drafted import it."""
-
-_ROLES = {
-    **{role: f"attention.{role}" for role in ("heads", "kv_heads", "head_dim")},
-    "activation": "feed_forward.activation",
-}
-"""Plain roles that are also fields of a component -> the dotted role of the same value."""
-
-_MIXTURE = ("expert_size", "shared_size", "shared_experts")  # plain roles that only describe mixtures

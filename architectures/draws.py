@@ -84,9 +84,13 @@ def experts(chosen: Random) -> Config:
 def placed(fields: Config) -> Config:
     """Return the fields as nested objects: `{"inner.name": 1}` becomes `{"inner": {"name": 1}}`."""
     config: Config = {}
-    for name, value in fields.items():
-        outer, _, inner = name.rpartition(".")
-        config |= {outer: {**config.get(outer, {}), inner: value}} if outer else {name: value}
+    for path, value in fields.items():
+        *outer, name = path.split(".")
+        into = config
+        for place in outer:
+            into[place] = {**into.get(place, {})}
+            into = into[place]
+        into[name] = value
     return config
 
 

@@ -4,20 +4,21 @@ A family has two kinds of models: with the head of a masked language model, or w
 and classifiers (`Architecture.base_class`). The class that config.json names decides which.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 from msgspec.structs import replace
 
-from ..components import FeedForward, Head, HeadTransform, LayerNorm, ModelSpec, Pooler, TokenTypes
+from ..components import FeedForward, Head, LayerNorm, ModelSpec, Pooler, TokenTypes
 from .base import Architecture, Leaf, leaves_of
 from .config import ConfigReader
 from .decoder import DecoderFamily
 from .draws import Config, sometimes
 from .fields import BIASED, SUM_NORMS, Field, Fields
-from .obstacles import Kinds, of_kind
+from .obstacles import Kinds
 
 BERT_FIELDS: Fields = {
     "vocab_size": Field("vocab", 30522),
@@ -78,6 +79,8 @@ BOTH_WAYS: dict[str, Any] = {
     "attention.softmax": "input",
     "final_norm": False,
     "head.bias": True,
+    "transform.activation": lambda values: values["activation"],
+    "transform.bias": True,
 }
 """Values of roles for encoders, whose attention is bidirectional. They are a part of `DecoderFamily.fixed`."""
 
@@ -102,27 +105,22 @@ class Encoder(DecoderFamily):
     embeddings."""
     pooled: bool = False
     """Whether models without a head have a pooler, unless the files have no tensors for it."""
-    transform: Callable[[ConfigReader], Mapping[str, Any]] = lambda _: {}
-    """Returns those fields of `HeadTransform` that are not as usual. The usual one has a bias, and the activation of
-    the layers."""
 
     @property
     def kinds(self) -> Kinds:
-        ends = {HeadTransform, *(() if self.types is None else (TokenTypes,)), *((Pooler,) if self.pooled else ())}
+        ends = {*(() if self.types is None else (TokenTypes,)), *((Pooler,) if self.pooled else ())}
         return super().kinds | ends
 
     def read(self, config: ConfigReader, **more: Any) -> ModelSpec:
-        spec = super().read(config, **more)
+        classes = config.raw("architectures")
+        headless = isinstance(classes, list) and classes and {*map(str, classes)}.isdisjoint(self.masked)
+        read = {name: entry for name, entry in self.fields.items() if not entry.role.startswith("transform.")}
+        family = dataclasses.replace(self, fields=read) if headless else self
+        spec = super(Encoder, family).read(config, **more)
         hidden, norm = spec.hidden_size, next(iter(spec.blocks[-1].norms().values()))
         types = None if self.types is None else config.integer(*self.types)
-        classes = config.raw("architectures")
-        ends: dict[str, Any] = {"head": None}
-        if not isinstance(classes, list) or not classes or not {*map(str, classes)}.isdisjoint(self.masked):
-            own: Any = of_kind(spec.blocks[0].feed_forward, self.inner)
-            transform = {"activation": own.activation, "bias": True, **self.transform(config)}
-            before_head = HeadTransform(hidden_size=hidden, norm=norm, **transform)
-            ends = {"head": replace(spec.has_head(), transform=before_head)}
-        elif self.pooled:
+        ends: dict[str, Any] = {"head": None} if headless else {}
+        if headless and self.pooled:
             ends["pooler"] = Pooler(hidden_size=hidden, activation="tanh")
         return replace(
             spec,

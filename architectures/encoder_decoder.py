@@ -38,6 +38,9 @@ class EncoderDecoder:
     """How the decoder is read from config.json and written."""
     first_norm: bool = False
     """Whether the encoder and the decoder have a norm after the sum of token and position embeddings."""
+    headless: str = ""
+    """The transformers class without a head, if the class with a head adds a bias to the logits. Files of the former
+    lack this bias."""
     kinds: Kinds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,8 +75,13 @@ class EncoderDecoder:
             next(iter(stack.blocks[0].norms().values())) if self.first_norm else None for stack in (encoder, decoder)
         ]
         table = replace(encoder.embedding, shared=True)
+        head = decoder.has_head()
+        if self.headless:
+            bias = config.raw("architectures") != [self.headless]
+            head = replace(head, bias=bias, added="behind it" if bias else "in the product")
         return replace(
             decoder,
+            head=head,
             encoder=replace(encoder, head=None, embedding=table, first_norm=first[0]),
             first_norm=first[1],
             blocks=tuple(blocks[block] for block in decoder.blocks),
@@ -97,7 +105,8 @@ class EncoderDecoder:
             for block in spec.blocks
         )
         first = self.encoder.write(replace(encoder, head=head, embedding=table))
-        return {**first, **self.decoder.write(replace(spec, encoder=None, blocks=alone))}
+        named = {"architectures": [self.headless]} if self.headless and not spec.has_head().bias else {}
+        return {**first, **self.decoder.write(replace(spec, encoder=None, blocks=alone)), **named}
 
 
 def _across(block: Block) -> Block:

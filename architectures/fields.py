@@ -6,6 +6,7 @@ family is `USUAL` with other defaults and with further fields.
 
 import math
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from random import Random
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -63,7 +64,7 @@ class Field(NamedTuple):
     """Converts the value in the ModelSpec to the value in config.json."""
     of: Callable[[ModelSpec], Any] | None = None
     """`of(spec)` returns the value in config.json if the role, such as "own.pre_norm", is not a field of a component.
-    `DecoderFamily.fixed` computes the values of other roles from this one."""
+    `DecoderFamily.fixed` computes the values of other roles from this one. Without `of`, such a field is only read."""
     draw: Callable[[Random, Sizes], Any] | None = None
     """`draw(chosen, sizes)` returns a random value for config.json. If None, the role and the default decide how it is
     drawn."""
@@ -73,18 +74,32 @@ class Field(NamedTuple):
 
         `name` is the name of the config field. "inner.name" is the field `name` of the object `inner`.
         """
-        outer, _, name = name.rpartition(".")
-        config = config.inner(outer) if outer else config
-        read = self.read or READERS.get(self.role)
-        if read is None:
-            read = next((read for kind, read in _BY_DEFAULT if isinstance(self.default, kind)), None)
-        if read is None:
-            read = ConfigReader.optional_integer if "." not in self.role else ConfigReader.optional_number
-        return read(config, name, self.default)
+        *outer, name = name.split(".")
+        for place in outer:
+            config = config.inner(place)
+        return self._reader(config, name, self.default)
+
+    @property
+    def _reader(self) -> Callable[[ConfigReader, str, Any], Any]:
+        """The function that reads the field, by its `read`, its role or its default."""
+        read = self.read or READERS.get(self.role) or READERS.get(self.role.rpartition(".")[2])
+        read = read or next((read for kind, read in _BY_DEFAULT if isinstance(self.default, kind)), None)
+        return read or (ConfigReader.optional_number if "." in self.role else ConfigReader.optional_integer)
 
     def written(self, value: Any) -> Any:
-        """Convert the value in the ModelSpec to the value in config.json."""
-        return name_of(value) if self.role.split()[0] == "activation" and self.write is same else self.write(value)
+        """Convert the value in the ModelSpec to the value in config.json.
+
+        Raises CannotExpress if the value is None, and the field needs a number.
+        """
+        if value is None and self._reader in (ConfigReader.integer, ConfigReader.layers, ConfigReader.number):
+            role = self.role.split()[0]
+            needed = "a context length" if role == "context" else role
+            raise CannotExpress(f"this architecture needs {needed}, but the model has none")
+        return name_of(value) if self._names_activation and self.write is same else self.write(value)
+
+    @property
+    def _names_activation(self) -> bool:
+        return self.role.split()[0].endswith("activation")
 
     def drawn(self, name: str, chosen: Random, sizes: Sizes) -> Config:
         """Return a config with a random legal value of this field, and with no other fields.
@@ -99,7 +114,7 @@ class Field(NamedTuple):
         role = self.role.split()[0]
         if self.draw is not None:
             return {name: self.draw(chosen, sizes)}
-        if role == "activation" and isinstance(self.default, str):
+        if self._names_activation and isinstance(self.default, str):
             return {name: chosen.choice((self.default, sizes.get(role) or chosen.choice([*ACTIVATIONS])))}
         if role in sizes:
             return {name: sizes[role]}
@@ -165,17 +180,76 @@ def multiple(role: str, default: int, of: int) -> Field:
 
 
 def read_fields(table: Fields, config: ConfigReader) -> dict[str, Any]:
-    """Return the values that a config has for all fields in a table, by role.
-
-    If the roles are attributes of a component, `write_fields` is the inverse: it returns the config fields of the
-    component.
-    """
-    return {field.role: field.value(config, name) for name, field in table.items()}
+    """Return the values that a config has for all fields in a table, by role."""
+    values: dict[str, Any] = {}
+    for name, field in table.items():
+        values |= dict.fromkeys(field.role.split(), field.value(config, name))
+    return values
 
 
 def write_fields(table: Fields, component: Any) -> Config:
     """Return the config fields of a component, from a table whose roles are attributes of the component."""
     return {name: field.written(getattr(component, field.role)) for name, field in table.items()}
+
+
+def of_part(values: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Return the values of the roles that begin with `part` and a dot, without this prefix.
+
+    An `attention.scale` of None is left out, so that the default scale applies.
+    """
+    stated = {role: value for role, value in values.items() if role != "attention.scale" or value is not None}
+    return {role.partition(".")[2]: value for role, value in stated.items() if role.startswith(f"{part}.")}
+
+
+def component(spec: ModelSpec, name: str) -> Any:
+    """Return the first component of a tree with this name, or None.
+
+    It is a part of the tree ("layer_inputs"), of a layer ("recurrence", "altup", "attention_low_rank"), of a mixer
+    ("position", "temperature") or of the head ("transform"). "block" is the first layer, "attention_branch" the first
+    sub-layer with attention, and "mixture" the first mixture of experts.
+    """
+    if name == "block" or name in spec.__struct_fields__:
+        return spec.blocks[0] if name == "block" else getattr(spec, name)
+    for block in spec.blocks:
+        mixers = [sublayer.mixer for sublayer in block.sublayers]
+        named: dict[str, Any] = {f"{sublayer.mixer.slot}_branch": sublayer for sublayer in block.sublayers}
+        named["mixture"] = next((mixer for mixer in mixers if hasattr(mixer, "expert")), None)
+        for entries in (named, block.entries(), *(mixer.entries() for mixer in mixers)):
+            if entries.get(name) is not None:
+                return entries[name]
+    return getattr(spec.head, name, None)
+
+
+def write_tree(table: Fields, spec: ModelSpec, parts: Mapping[str, Any] = MappingProxyType({}), **sizes: Any) -> Config:
+    """Return the config fields of a tree. Fields of components that the tree does not have are left out.
+
+    Args:
+        table: the fields. A dotted role names a `component` and its attribute: "layer_inputs.table.vocab_size".
+        spec: the tree.
+        parts: components by the first part of dotted roles. They replace the first components with these names.
+        sizes: the values of roles without a dot, except `vocab`, `hidden`, `layers`, `tied` and `context`.
+    """
+    sizes |= {"vocab": spec.vocab_size, "hidden": spec.hidden_size, "layers": len(spec.blocks), "tied": spec.tied}
+    sizes["context"] = spec.context_length
+    fields: Config = {}
+    for name, declared in table.items():
+        part, _, inside = declared.role.split()[0].partition(".")
+        if declared.of is not None:
+            value = declared.of(spec)
+        elif inside:
+            if (node := parts[part] if part in parts else component(spec, part)) is None:
+                continue
+            value = declared.written(attrgetter(inside)(node))
+        elif part in sizes and (sizes[part] is not None or declared.default is not None):
+            value = declared.written(sizes[part])
+        else:
+            continue
+        *outer, name = name.split(".")
+        into = fields
+        for place in outer:
+            into = into.setdefault(place, {})
+        into[name] = value
+    return fields
 
 
 def draw_fields(table: Fields, chosen: Random, sizes: Sizes) -> Config:
@@ -208,12 +282,120 @@ def same_in_all_layers(config: ConfigReader, name: str, default: int) -> int | N
     return _number_of_experts(config, name, default)
 
 
-def none_or_more(config: ConfigReader, name: str, default: int) -> int:
-    """Return the value of a config field that must be an integer of at least 0."""
+def none_or_more(config: ConfigReader, name: str, default: int, *, most: int = 2**31 - 1) -> int:
+    """Return the value of a config field that must be an integer from 0 to `most`."""
     value = config.raw(name, default)
-    if type(value) is not int or not 0 <= value < 2**31:
-        raise config.fail(name, value, "an integer of at least 0")
+    if type(value) is not int or not 0 <= value <= most:
+        bound = "" if most == 2**31 - 1 else f" and at most {most:,}"
+        raise config.fail(name, value, f"an integer of at least 0{bound}")
     return value
+
+
+def below(
+    role: str, default: int | None, limit: str, usual: int, *values: int | None, least: int = 1, why: str = ""
+) -> Field:
+    """Return a config field with an integer of at least 0 that is less than another field.
+
+    If its default is None, it may be null.
+
+    Args:
+        role: the field's role.
+        default: its default.
+        limit: the other field.
+        usual: the default of the other field.
+        values: a random config has one of these values.
+        least: the smallest difference to the other field.
+        why: the reason why it must not be null, for the error message if the tree has None.
+    """
+
+    def read(config: ConfigReader, name: str, default: int | None) -> int | None:
+        value, most = config.raw(name, default), config.integer(limit, usual) - least
+        if value is None and default is None:
+            return None
+        if type(value) is not int or not 0 <= value <= most:
+            null = "null, or " if default is None else ""
+            raise config.fail(name, value, f"{null}an integer from 0 to {most}, which is {limit} - {least}")
+        return value
+
+    def write(value: int | None) -> int | None:
+        if value is None and why:
+            raise CannotExpress(why)
+        return value
+
+    return Field(role, default, read, write, draw=among(*values) if values else None)
+
+
+def times_hidden(role: str, default: int, part: str, hidden: str, usual: int, most: int = 2**31 - 1) -> Field:
+    """Return a config field that is multiplied by the hidden size.
+
+    Writing raises CannotExpress for a value that is not a multiple of the hidden size.
+
+    Args:
+        role: the field's role.
+        default: its default.
+        part: the place of the product in the tree, as a dotted role.
+        hidden: the config field of the hidden size.
+        usual: the default of that field.
+        most: the largest legal value.
+    """
+    name, _, inside = part.partition(".")
+
+    def read(config: ConfigReader, name: str, default: int) -> int:
+        width = config.integer(name, default, most=most) * config.integer(hidden, usual)
+        if width >= 2**31:
+            raise config.fail(name, width // config.integer(hidden, usual), f"less than 2^31 / {hidden}")
+        return width
+
+    def times(spec: ModelSpec) -> int:
+        return multiple_of(getattr(component(spec, name), inside), spec.hidden_size)
+
+    return Field(role, default, read, of=times, draw=among(1, 2, 3))
+
+
+def meta_width(width: int, factor: float | None, multiple: int) -> int:
+    """Return two thirds of a width, times a factor, rounded up to a multiple.
+
+    This is Meta's rule for the width of gated feed-forwards.
+    """
+    units = int(2 * width / 3)
+    return multiple * -(-(units if factor is None else int(factor * units)) // multiple)
+
+
+def adjusted_width(name: str, default: int, switch: str, factor: str, multiple: str) -> dict[str, Field]:
+    """Return the config fields of a feed-forward's width that `meta_width` changes, unless the config switches it off.
+
+    Args:
+        name: the config field of the width.
+        default: its default.
+        switch: the config field that switches the rule off.
+        factor: the config field of the factor, by default 1. If it is null, the width is not rounded up.
+        multiple: the config field of the multiple, by default 256.
+    """
+
+    def read(config: ConfigReader, name: str, default: int) -> int:
+        stated, least = config.integer(name, default), config.integer(multiple, 256)
+        times = config.optional_number(factor, 1.0)
+        if not config.boolean(switch, True):
+            return stated
+        units = meta_width(stated, times, 1 if times is None else least)
+        if not 1 <= units < 2**31:
+            wanted = f"another value: {switch} changes this one to {units}, not a valid width"
+            raise config.fail(name, stated, wanted)
+        return units
+
+    return {
+        name: Field("intermediate", default, read, draw=among(7, 33, 64)),
+        switch: Field("own.adjusted", True, of=lambda _: False),
+        factor: Field("own.factor", 1.0, ConfigReader.optional_number, draw=among(0.5, 1.3)),
+        multiple: Field("own.multiple", 256, draw=among(1, 8, 24)),
+    }
+
+
+def multiple_of(width: int, hidden: int) -> int:
+    """Return a width divided by the hidden size. Raises CannotExpress if the result is not an integer."""
+    if width % hidden:
+        raise CannotExpress(f"transformers needs a width that is a multiple of the hidden size {hidden}, not {width}")
+    return width // hidden
 
 
 def read_nonzero(config: ConfigReader, name: str, default: float | None) -> float | None:
@@ -291,17 +473,18 @@ def flag(role: str, default: bool, yes: Any, no: Any) -> Field:
     return Field(role, default, read, write, draw=among(True, False))
 
 
-def choice(role: str, default: str, values: Mapping[str, Any]) -> Field:
+def choice(role: str, default: Any, values: Mapping[Any, Any]) -> Field:
     """Return a config field with a string that is read as the value that `values` has for it.
 
-    If several strings have the same value, the first one is written. Writing another value raises CannotExpress.
+    Instead of strings, `values` may have numbers and None. If several strings have the same value, the first one is
+    written. Writing another value raises CannotExpress.
     """
-    names: dict[Any, str] = {value: name for name, value in reversed([*values.items()])}
+    names: dict[Any, Any] = {value: name for name, value in reversed([*values.items()])}
 
-    def read(config: ConfigReader, name: str, default: str) -> Any:
+    def read(config: ConfigReader, name: str, default: Any) -> Any:
         return config.choice(name, default, values)
 
-    def write(value: Any) -> str:
+    def write(value: Any) -> Any:
         if value not in names:
             raise CannotExpress(f"the config class of this family in transformers has no value for {value!r}")
         return names[value]

@@ -19,14 +19,14 @@ from ..components import (
     ShortConvolution,
     SubLayer,
 )
-from ..errors import CannotExpress
 from .base import Leaf, leaves_of
 from .config import ConfigReader
 from .draws import ODD, Config, Sizes, among, divisor, sometimes
-from .fields import ATTENTION_BIAS, Field, Fields, draw_fields, read_fields, size, write_fields
+from .fields import ATTENTION_BIAS, Field, Fields, draw_fields, multiple_of, read_fields, size, write_fields
 from .layout import Layout
-from .lenses import Lens, Places, by_layer_types
+from .lenses import Lens
 from .obstacles import of_kind
+from .places import Places, by_layer_types, nth
 from .rope import PART, RotaryKind
 from .usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, NORMS, ROUTED, B, T, shared_expert
 
@@ -108,22 +108,13 @@ def read_mamba2(config: ConfigReader, values: Mapping[str, Any]) -> Mamba2:
     return Mamba2(**sizes, norm=norm, bias=bias, output_bias=bias)
 
 
-def multiple_of_hidden(mixer: Mamba | Mamba2) -> int:
-    """Return a mixer's `inner` width divided by the hidden size.
-
-    Raises CannotExpress if the result is not an integer.
-    """
-    if mixer.inner % mixer.hidden_size:
-        raise CannotExpress(
-            f"transformers needs an inner width that is a multiple of the hidden size {mixer.hidden_size}, "
-            f"but it is {mixer.inner}"
-        )
-    return mixer.inner // mixer.hidden_size
-
-
 def write_mamba2(mixer: Mamba2) -> Config:
     """Return the config fields of a Mamba-2 mixer: those that `read_mamba2` reads."""
-    own = {"mamba_d_head": mixer.head_dim, "mamba_expand": multiple_of_hidden(mixer), "mamba_proj_bias": mixer.bias}
+    own = {
+        "mamba_d_head": mixer.head_dim,
+        "mamba_expand": multiple_of(mixer.inner, mixer.hidden_size),
+        "mamba_proj_bias": mixer.bias,
+    }
     return {**write_fields(_MAMBA2, mixer), **own, **write_limits(mixer)}
 
 
@@ -282,7 +273,7 @@ def _draw_mamba(chosen: Random, _: Sizes) -> Config:
 MAMBA = MixerFields(
     Mamba,
     _read_mamba,
-    lambda mixer: {"mamba_expand": multiple_of_hidden(mixer), **write_fields(_MAMBA, mixer)},
+    lambda mixer: {"mamba_expand": multiple_of(mixer.inner, mixer.hidden_size), **write_fields(_MAMBA, mixer)},
     _draw_mamba,
 )
 """Reads and writes Mamba with norms of dt, b and c, from the config fields that begin with `mamba_`."""
@@ -310,8 +301,8 @@ ALONE: Fields = {
     "vocab_size": Field("vocab", 0),
     "hidden_size": Field("hidden", 0, draw=among(*ODD)),
     "num_hidden_layers": Field("layers", 0, draw=among(1, 2, 3)),
-    "layer_norm_epsilon": Field("eps", 1e-5),
-    "residual_in_fp32": Field("wide", True),
+    "layer_norm_epsilon": Field("final_norm.eps", 1e-5),
+    "residual_in_fp32": Field("block.wide", True),
     "tie_word_embeddings": Field("tied", True),
 }
 """The config fields of families whose layers have one mixer and no feed-forward. The fields of the mixer itself are not
@@ -329,28 +320,13 @@ def alone(config: ConfigReader, values: Mapping[str, Any], mixer: Mamba | Mamba2
     hidden, vocab = values["hidden"], values["vocab"]
     usual = [LINEAR] * values["layers"]
     config.refuse({"layer_types": ((None, usual), f"every layer is {type(mixer).__name__}")})
-    norm = RMSNorm(size=hidden, eps=values["eps"])
+    norm = RMSNorm(size=hidden, eps=values["final_norm.eps"])
     return ModelSpec(
         embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
-        blocks=(Block(sublayers=(SubLayer(mixer=mixer, norm=norm),), wide=values["wide"]),) * values["layers"],
+        blocks=(Block(sublayers=(SubLayer(mixer=mixer, norm=norm),), wide=values["block.wide"]),) * values["layers"],
         final_norm=norm,
         head=Head(vocab_size=vocab, hidden_size=hidden, tied=values["tied"]),
     )
-
-
-def write_alone(spec: ModelSpec) -> Config:
-    """Return the config fields of a model whose layers have only a mixer.
-
-    The fields of the mixer itself are not included.
-    """
-    return {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": len(spec.blocks),
-        "layer_norm_epsilon": of_kind(spec.final_norm, RMSNorm).eps,
-        "residual_in_fp32": spec.blocks[0].wide,
-        "tie_word_embeddings": spec.tied,
-    }
 
 
 def mamba_leaves(theirs: str) -> tuple[Leaf, ...]:
@@ -391,10 +367,6 @@ def delta_nets(fused: str) -> Lens:
     `fused` is the value of `GatedDeltaNet.fused`.
     """
 
-    def attends(config: ConfigReader, layers: int) -> list[bool]:
-        every = config.integer("full_attention_interval", 4)
-        return [(layer + 1) % every == 0 for layer in range(layers)]
-
     def read(config: ConfigReader, values: Mapping[str, Any]) -> GatedDeltaNet:
         sizes = read_fields(_DELTA, config)
         if sizes["heads"] % sizes["key_heads"]:
@@ -410,7 +382,7 @@ def delta_nets(fused: str) -> Lens:
         return draw_fields(_DELTA, chosen, heads)
 
     fields = MixerFields(GatedDeltaNet, read, lambda mixer: write_fields(_DELTA, mixer), draw)
-    return without_attention(by_layer_types(LINEAR, attends), fields)
+    return without_attention(by_layer_types(LINEAR, nth("full_attention_interval", 4).get), fields)
 
 
 _R, _THEIRS = B + "recurrence.", T + "linear_attn."

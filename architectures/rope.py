@@ -51,6 +51,8 @@ class RotaryKind(NamedTuple):
     """The config field for the fraction of a head that RoPE rotates. "" if RoPE always rotates whole heads."""
     whole: float = 1.0
     """The default of the fraction of a head that RoPE rotates."""
+    inside: bool = False
+    """Whether transformers reads this fraction only if it is among the RoPE parameters."""
     dims: str = ""
     """The config field for the number of dimensions that RoPE rotates. "" if there is none."""
     entire: bool = False
@@ -77,6 +79,9 @@ class RotaryKind(NamedTuple):
     renewed: bool = False
     """The value of `LongRopeScaling.renewed`: whether all keys are computed again if a text grows beyond the original
     context."""
+    short_only: bool = False
+    """Whether LongRoPE uses its short factors for all texts, and the RoPE parameters have the factor of cos and sin, as
+    `short_mscale` and `long_mscale`."""
     types: Mapping[str, str] | None = None
     """The config class's names of RoPE types -> transformers' names. Other types are refused. None: the family supports
     all types, under transformers' names."""
@@ -229,7 +234,7 @@ def _rotary(
             raise rope.fail(
                 PART, part, f"1: with rope_type {shown(rope_type)} this family always rotates the whole head"
             )
-    scaling = _read_scaling(rope_type, rope, rotated, base, context_length, kind.renewed)
+    scaling = _read_scaling(rope_type, rope, rotated, base, context_length, kind)
     if rotated + rotated % 2 != dim:
         rest["base"], rotated = _one_frequency(dim, rotated, rope_type, kind), dim
     return Rotary(dim=dim, scaling=scaling, spread=rotated if rotated % 2 else None, **rest)
@@ -325,7 +330,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _read_scaling(
-    kind: str, rope: ConfigReader, dim: int, base: float, context_length: int | None, renewed: bool
+    kind: str, rope: ConfigReader, dim: int, base: float, context_length: int | None, family: RotaryKind
 ) -> RopeScaling | None:
     if context_length is None:
         if kind != "default":
@@ -356,7 +361,7 @@ def _read_scaling(
     if kind == "yarn":
         return _read_yarn(rope, base, original, context_length / original)
     if kind == "longrope":
-        return _read_longrope(rope, dim, original, context_length / original, renewed)
+        return _read_longrope(rope, dim, original, context_length / original, family)
     raise rope.fail("rope_type", kind, "default, linear, dynamic, yarn, longrope, llama3 or proportional")
 
 
@@ -384,7 +389,9 @@ def _read_yarn(rope: ConfigReader, base: float, original: int, usual_factor: flo
     )
 
 
-def _read_longrope(rope: ConfigReader, dim: int, original: int, usual_factor: float, renewed: bool) -> LongRopeScaling:
+def _read_longrope(
+    rope: ConfigReader, dim: int, original: int, usual_factor: float, kind: RotaryKind
+) -> LongRopeScaling:
     """Return LongRoPE's scaling for RoPE parameters.
 
     Args:
@@ -392,19 +399,29 @@ def _read_longrope(rope: ConfigReader, dim: int, original: int, usual_factor: fl
         dim: the number of dimensions that RoPE rotates.
         original: the original context length in tokens.
         usual_factor: the scaling factor if the parameters have none.
-        renewed: the value of `LongRopeScaling.renewed`.
+        kind: how the family's config class states RoPE.
     """
     factor = _number_or(rope, "factor", usual_factor)
     if factor > 1.0 and original == 1 and rope.raw("attention_factor") is None:
         raise rope.fail(ORIGINAL, original, "a number above 1 for longrope")
     inferred = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
+    short, long = (_numbers(rope, name, dim // 2) for name in ("short_factor", "long_factor"))
+    attention_factor = _number_or(rope, "attention_factor", inferred)
+    if kind.short_only:
+        long, (attention_factor, other) = short, (rope.number(name) for name in _MSCALES)
+        if attention_factor != other:
+            wanted = f"the value of {_MSCALES[0]} ({attention_factor:g}): gptkit supports only equal factors"
+            raise rope.fail(_MSCALES[1], other, wanted)
     return LongRopeScaling(
-        short_factor=_numbers(rope, "short_factor", dim // 2),
-        long_factor=_numbers(rope, "long_factor", dim // 2),
+        short_factor=short,
+        long_factor=long,
         original_context=original,
-        attention_factor=_number_or(rope, "attention_factor", inferred),
-        renewed=renewed,
+        attention_factor=attention_factor,
+        renewed=kind.renewed,
     )
+
+
+_MSCALES = ("short_mscale", "long_mscale")
 
 
 def _number_or(rope: ConfigReader, name: str, inferred: float) -> float:
@@ -508,13 +525,20 @@ def _numbers(rope: ConfigReader, name: str, length: int) -> tuple[float, ...]:
 def write_rotary(rotary: Rotary, head_dim: int, kind: RotaryKind = USUAL_ROTARY) -> dict[str, Any]:
     """Return the config fields of a RoPE component, in a form that transformers 4 and 5 both read.
 
+    The RoPE parameters of a family with `RotaryKind.inside` are in the form of transformers 5.
+
     Args:
         rotary: the component.
         head_dim: the width of a head.
         kind: how the family's config class states RoPE.
     """
+    if kind.inside:
+        rope = write_rotaries({"": rotary}, head_dim)["rope_parameters"][""]
+        return {kind.theta: rotary.base, "rope_scaling": None, "rope_parameters": rope}
     part = {kind.part: _part(rotary.exponent, head_dim)} if kind.part else {}
     scaling = _scaling(rotary) or (None if kind.usual is None else {"rope_type": "default"})
+    if kind.short_only and scaling is not None and scaling["rope_type"] == "longrope":
+        scaling |= dict.fromkeys(_MSCALES, scaling["attention_factor"])
     # Config classes with their own names of types read the original context next to the parameters.
     outside = {} if kind.types is None else {name: value for name, value in (scaling or {}).items() if name == ORIGINAL}
     return {kind.theta: rotary.base, "rope_scaling": scaling, **part, **outside}
@@ -636,13 +660,19 @@ def draw_rotary(chosen: Random, dim: int, kind: RotaryKind) -> Config:
         types = [name for name in kind.types or () if name not in ("default", "su")]  # transformers 5 has no "su"
         scaling = {"type": chosen.choice(types or [""]), **long}
         fields = {kind.part: part, **sometimes(chosen, {kind.theta: theta})}
+        if kind.inside:
+            return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, kind.part: part}}
         if not types or chosen.random() < 0.5:
             return fields
         return {**fields, ORIGINAL: chosen.choice((8, 32)), "rope_scaling": scaling}
     fields = draw_scaling(chosen, dim)
+    if kind.types is not None and fields["rope_type"] not in kind.types:
+        fields = {"rope_type": "default"}
+    if kind.short_only and fields["rope_type"] == "longrope":
+        fields |= dict.fromkeys(_MSCALES, chosen.choice((1.0, 1.2)))
     if kind.entire:
         fields.pop(PART, None)
-    if kind.usual is not None:
+    if kind.usual is not None or kind.types is not None:
         return sometimes(chosen, {"rope_parameters": {**fields, "rope_theta": theta}})
     if chosen.random() < 0.5:
         return {"rope_parameters": {**fields, "rope_theta": theta}}

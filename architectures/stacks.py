@@ -20,6 +20,7 @@ from ..components import Block
 from ..errors import ConfigError, shown
 from . import llama2c
 from .base import Leaf, leaves_of, qkv
+from .fields import meta_width
 from .layout import Layout
 from .usual import GROUPED_BIAS, GROUPED_WEIGHT
 
@@ -379,9 +380,7 @@ def _meta_inner(c: _Fields, width: int) -> int:
         return stated
     if factor is not None and not (isinstance(factor, int | float) and 0 < factor < 2**10):
         raise c.fail("ffn_dim_multiplier")
-    inner = int(2 * (4 * width) / 3)
-    inner = inner if factor is None else int(factor * inner)
-    return multiple * ((inner + multiple - 1) // multiple)
+    return meta_width(4 * width, factor, multiple)
 
 
 _META_DEFAULTS: dict[str, Any] = {

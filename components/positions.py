@@ -63,13 +63,18 @@ class LearnedPositions(Component, frozen=True):
             )
 
     def weights(self) -> dict[str, Weight]:
-        return {"weight": Weight((self.length + self.offset, self.size), "table")}
+        return {"weight": Weight((self.table_rows, self.size), "table")}
+
+    @property
+    def table_rows(self) -> int:
+        """The number of rows of the table."""
+        return self.length + self.offset
 
     def words(self) -> dict[str, Words]:
         return {"position": Words(f"learned {self.length:,}", self.length, f"learned, {self.length:,}")}
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
-        return {"positions off by one": {"": [*range(1, self.length + self.offset), 0]}}
+        return {"positions off by one": {"": [*range(1, self.table_rows), 0]}}
 
 
 class SinusoidalPositions(Component, frozen=True):

@@ -9,7 +9,8 @@ from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import AROUND, ATTENTION_BIAS, Field, llama_fields
-from ..lenses import after, rope_in_windows, sliding
+from ..lenses import rope_in_windows, sliding
+from ..places import after
 from ..usual import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, ROUTED, B, T, mixed_leaves, shared_expert
 
 _DECODER = DecoderFamily(

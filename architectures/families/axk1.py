@@ -14,7 +14,7 @@ from ..decoder import Mixtures
 from ..draws import ODD, among
 from ..fields import with_defaults
 from ..latent import COMPUTED, LATENT_LEAVES
-from ..lenses import by_type
+from ..places import by_type
 from ..usual import CORRECTION, ROTARY_BUFFERS, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
 from . import deepseek_v3
 

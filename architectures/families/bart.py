@@ -10,18 +10,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from msgspec.structs import replace
-
-from ...components import FeedForward, LayerNorm, ModelSpec
+from ...components import FeedForward, LayerNorm
 from ..base import Leaf, leaves_of
-from ..config import ConfigReader
 from ..decoder import DecoderFamily
 from ..draws import among
 from ..encoder_decoder import GENERATION, OF_BOTH, EncoderDecoder
 from ..fields import BIASED, SUM_NORMS, Field, is_scaled, root_of
 from ..layout import Layout
-
-BASE = "BartModel"
 
 
 def stack(
@@ -68,34 +63,7 @@ def stack(
     return DecoderFamily(**{**usual, **other})
 
 
-_STACKS = EncoderDecoder(stack("encoder"), stack("decoder"), first_norm=True)
-
-
-def with_bias(read: Any, base: str) -> Any:
-    """Return a function for `Architecture.read` that calls `read`, and adds a bias of the logits to the head.
-
-    If config.json names the class `base`, the head gets no bias. This is the transformers class without a head, whose
-    files lack the bias.
-    """
-
-    def tree(config: ConfigReader) -> ModelSpec:
-        spec: ModelSpec = read(config)
-        bias = config.raw("architectures") != [base]
-        return replace(spec, head=replace(spec.has_head(), bias=bias, added="behind it" if bias else "in the product"))
-
-    return tree
-
-
-def without_bias(write: Any, base: str) -> Any:
-    """Return a function for `Architecture.write` that is the inverse of `with_bias`.
-
-    It returns the config fields that `write` returns. If the head has no bias, they also name the class `base`.
-    """
-
-    def fields(spec: ModelSpec) -> dict[str, Any]:
-        return {**write(spec), **({} if spec.has_head().bias else {"architectures": [base]})}
-
-    return fields
+_STACKS = EncoderDecoder(stack("encoder"), stack("decoder"), first_norm=True, headless="BartModel")
 
 
 def leaves(norms: str = "sum_norm", ends: Mapping[str, str] = MappingProxyType({})) -> tuple[Leaf, ...]:
@@ -141,8 +109,6 @@ BART = _STACKS.architecture(
     "BartForConditionalGeneration",
     leaves(ends={"layernorm_embedding": "first_norm"}),
     released="2019-10",
-    read=with_bias(_STACKS.read, BASE),
-    write=without_bias(_STACKS.write, BASE),
     token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
     refused=OF_BOTH,
     **OF_BART,

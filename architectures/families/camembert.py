@@ -3,6 +3,12 @@
 Source: transformers models/camembert/{configuration,modeling}_camembert.py.
 """
 
-from .roberta import like_roberta
+from dataclasses import replace
 
-CAMEMBERT = like_roberta("camembert", "Camembert", "2019-11", 30522, head_first=True)
+from ..fields import with_defaults
+from .roberta import BASE, ENCODER, FAMILY, HEAD
+
+_ENCODER = replace(ENCODER, fields=with_defaults(ENCODER.fields, vocab=30522), masked=("CamembertForMaskedLM",))
+
+# transformers' class creates the head first.
+CAMEMBERT = _ENCODER.architecture("camembert", "CamembertForMaskedLM", (*HEAD, *BASE), released="2019-11", **FAMILY)

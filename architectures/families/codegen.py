@@ -13,7 +13,8 @@ from ..base import Leaf, leaves_of, only_eager
 from ..config import GPT2_ALIASES
 from ..fields import multiple
 from ..layout import Layout
-from .gptj import DECODER, EMBEDDING, GPTJ_DROPPED, GPTJ_IRRELEVANT, KINDS, REST, REWRITTEN, B, T, rotary_dims
+from ..lenses import rotary_dims
+from .gptj import DECODER, EMBEDDING, GPTJ_DROPPED, GPTJ_IRRELEVANT, KINDS, REST, REWRITTEN, B, T
 
 _CORES = 4
 _QUARTERS = Layout("(4 part heads/4 head_dim) hidden", "(4 part heads/4 head_dim) hidden", "part", ("1", "1", "1"))

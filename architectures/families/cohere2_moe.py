@@ -16,8 +16,9 @@ from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
 from ..draws import Config, Random, Sizes, sometimes
 from ..fields import PRE, Field, choice, none_or_more, without
-from ..lenses import Lens, by_type, draw_windows, write_windows
+from ..lenses import Lens, draw_windows, in_windows, write_windows
 from ..obstacles import of_kind
+from ..places import by_type
 from ..rope import read_rotary
 from ..usual import EMBEDDING, ENDS, FEED_FORWARD, ROUTED, B, T, mixed_leaves, shared_expert
 from . import cohere
@@ -35,25 +36,20 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
     1.
     """
     count, head_dim = values["layers"], values["head_dim"]
-    first, sparse = none_or_more(config, "first_k_dense_replace", 0), _MIXED.get(config, values)
+    first, sparse = none_or_more(config, "first_k_dense_replace", 0), _MIXED.get(config, count)
     if first > count:
         raise config.fail("first_k_dense_replace", first, f"at most {count}, the number of layers")
     before, after = config.integer(_PATTERN, 1), config.integer("sliding_window_pattern", 4)
     places = [(layer + 1, before) for layer in range(first)] + [(layer + 1, after) for layer in range(count - first)]
-    types = config.layer_types(["sliding_attention" if place % every else "full_attention" for place, every in places])
-    window = config.optional_integer("sliding_window", 4096)
-    if window is None and "sliding_attention" in types:
-        raise config.fail("sliding_window", window, "a number, since layer_types has sliding_attention")
+    usual, width = [place % every != 0 for place, every in places], config.optional_integer("sliding_window", 4096)
+    windows = in_windows(config, usual, width)
     context = _FIELDS["max_position_embeddings"].value(config, "max_position_embeddings")
     if (scaling := config.raw("rope_scaling")) is not None:
         raise config.fail("rope_scaling", scaling, "null: for this family, transformers reads only rope_parameters")
     rotary = read_rotary(config, head_dim, context, _ROTARY)
     return [
-        {
-            "window": window if kind == "sliding_attention" else None,
-            "position": rotary if kind == "sliding_attention" or (before == 1 and not mixed) else None,
-        }
-        for kind, mixed in zip(types, sparse, strict=True)
+        {**fields, "position": rotary if fields["window"] is not None or (before == 1 and not mixed) else None}
+        for fields, mixed in zip(windows, sparse, strict=True)
     ]
 
 

@@ -6,48 +6,16 @@ without `clip_qkv`, and without a `rope_theta` in `attn_config`, although RoPE u
 Source: transformers models/dbrx/{configuration,modeling}_dbrx.py.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from ...components import LayerNorm, ModelSpec
+from ...components import LayerNorm
 from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
-from ..draws import Config, Random, among
-from ..fields import Field, activation_named, constant, name_of
+from ..draws import among
+from ..fields import Field, choice, constant
 from ..layout import Layout
-from ..lenses import Lens
 
 _B, _T = "blocks.{layer}.", "transformer.blocks.{layer}."
 _EXPERT = _B + "feed_forward.experts.{expert}."
-
-
-def _normalised(config: ConfigReader, name: str, default: float) -> bool:
-    """Return whether the weights of the chosen experts are normalised: whether the field is 1, and not null.
-
-    The field is the p of the p-norm by which transformers divides the weights. gptkit supports only 1, which is their
-    sum.
-    """
-    power = config.raw(name, default)
-    if power not in (None, 1):
-        raise config.fail(name, power, "1 or null")
-    return power is not None
-
-
-def _named(config: ConfigReader, name: str, default: str) -> Any:
-    """Return the activation that a config field states. The field is an object with the activation's name as `name`."""
-    return activation_named(config.inner(name), "name", default)
-
-
-def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return an empty mapping for every layer, since no fields differ by layer.
-
-    It also reads the fields that transformers writes but does not use, so that gptkit does not report them as unknown.
-    """
-    count = values["layers"]
-    config.inner("attn_config").raw("rope_theta")
-    config.inner("ffn_config").raw("hidden_size")
-    return [{}] * count
 
 
 _DECODER = DecoderFamily(
@@ -59,20 +27,14 @@ _DECODER = DecoderFamily(
         "max_seq_len": Field("context", 2048),
         "tie_word_embeddings": constant("tied", False, "transformers refuses true"),
         "attn_config.kv_n_heads": Field("kv_heads", 1),
-        "attn_config.clip_qkv": Field("attention.clip", None, ConfigReader.number),
+        "attn_config.clip_qkv": Field("attention.clip", None, ConfigReader.number, draw=among(0.5, 8)),
+        "attn_config.rope_theta": Field("position.base", 10_000.0, ConfigReader.raw, draw=among(10_000.0)),
         "ffn_config.ffn_hidden_size": Field("intermediate", 3584),
-        "ffn_config.ffn_act_fn": Field(
-            "activation",
-            "silu",
-            _named,
-            lambda value: {"name": name_of(value)},
-            draw=lambda _, sizes: {"name": sizes["activation"]},
-        ),
+        "ffn_config.ffn_act_fn.name": Field("activation", "silu"),
         "ffn_config.moe_num_experts": Field("mixture.experts", 4),
         "ffn_config.moe_top_k": Field("mixture.top_k", 1),
-        "ffn_config.moe_normalize_expert_weights": Field(
-            "mixture.normalise", 1.0, _normalised, lambda value: 1.0 if value else None, draw=among(1.0, None)
-        ),
+        # transformers divides the weights of the chosen experts by their p-norm, and gptkit supports only p = 1.
+        "ffn_config.moe_normalize_expert_weights": choice("mixture.normalise", 1.0, {1.0: True, None: False}),
     },
     norm=LayerNorm,
     fixed={
@@ -84,31 +46,12 @@ _DECODER = DecoderFamily(
         "mixture.summed": "by expert",
         "mixture.total": "norm",
     },
-    layers=Lens(_layers),
     mixtures=Mixtures(expert={"down_turned": True}),
+    # The width of an expert is a multiple of 16, so that every expert's part of a tensor begins at a cache line. The
+    # order of additions in a matrix product depends on where the matrix begins in a cache line. With other widths,
+    # transformers' own model would compute other logits after saving and loading.
+    sized=lambda chosen, _: {"intermediate": chosen.choice((16, 48, 64))},
 )
-
-
-def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields that describe a model."""
-    fields = _DECODER.write(spec)
-    return {**fields, "attn_config": {**fields["attn_config"], "rope_theta": fields["rope_theta"]}}
-
-
-def _draw(chosen: Random) -> Config:
-    """Return a random config with every object that transformers needs.
-
-    The width of an expert is a multiple of 16, so that every expert's part of a tensor begins at a cache line. The
-    order of additions in a matrix product depends on where the matrix begins in a cache line. With other widths,
-    transformers' own model would compute other logits after saving and loading.
-    """
-    config, count = _DECODER.draw(chosen, {}, intermediate=chosen.choice((16, 48, 64))), chosen.choice((1, 2, 5))
-    inner = {"moe_num_experts": count, "moe_top_k": chosen.randint(1, count)}
-    return {
-        **config,
-        "attn_config": {**config["attn_config"], "clip_qkv": chosen.choice((0.5, 8)), "rope_theta": 10_000.0},
-        "ffn_config": {**config["ffn_config"], **inner},
-    }
 
 
 _ROWS = Layout("(rows head_dim) hidden", split="rows", parts=("heads", "kv_heads", "kv_heads"))
@@ -137,8 +80,6 @@ _DBRX = _DECODER.architecture(
     "dbrx",
     "DbrxForCausalLM",
     _LEAVES,
-    write=_write,
-    draw=_draw,
     released="2024-03",
     config_aliases={
         "d_model": ("hidden_size",),
@@ -153,6 +94,7 @@ _DBRX = _DECODER.architecture(
         "moe_jitter_eps": "training only",
         "moe_loss_weight": "training only",
         "num_key_value_heads": "transformers' copy of a field of attn_config",
+        "ffn_config.hidden_size": "transformers writes this field, but does not read it",
     },
     refused={"head_dim": ((None,), "transformers supports only hidden_size / number of heads as the head dimension")},
 )

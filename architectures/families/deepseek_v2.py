@@ -6,16 +6,13 @@ transformers never divides the weights of experts by their sum.
 Source: transformers models/deepseek_v2/{configuration,modeling}_deepseek_v2.py.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from ...components import MixtureOfExperts, ModelSpec
+from ...components import ModelSpec
 from ..config import ConfigReader
 from ..decoder import Mixtures
-from ..draws import EVEN, Config, Random
-from ..fields import MLP_BIAS, with_defaults
+from ..draws import EVEN
+from ..fields import MLP_BIAS, Field, choice, component, with_defaults
 from ..latent import KNOWN, LATENT_LEAVES, LatentDecoder
-from ..lenses import after
+from ..places import after
 from ..releases import since
 from ..rope import RotaryKind
 from ..usual import OF_DRAFTS, ROUTED, mixed_leaves, shared_expert
@@ -25,28 +22,20 @@ _GROUPS = ("n_group", "topk_group", "norm_topk_prob")  # fields of DeepSeek-V3 w
 _METHODS = {"greedy": False, "group_limited_greedy": True}
 
 
-def _read(config: ConfigReader) -> ModelSpec:
-    """Return the ModelSpec that a config.json describes.
-
-    Routers choose groups of experts first if `topk_method` is group_limited_greedy.
-    """
-    grouped = config.choice("topk_method", "greedy", _METHODS)
-    names = {"n_group": "mixture__groups", "topk_group": "mixture__top_groups"}
-    groups = {role: config.optional_integer(name) for name, role in names.items()}
-    for name, role in names.items():
-        if grouped and groups[role] is None:
-            raise config.fail(name, None, "a number, since topk_method is group_limited_greedy")
-    several = grouped and groups["mixture__groups"] != 1
-    return _DECODER.read(config, **({**groups, "mixture__group_best": 1} if several else {}))
+def _if_grouped(config: ConfigReader, name: str, _: None) -> int:
+    """Read a number of groups of experts. It is 1 if `topk_method` is greedy."""
+    number = config.optional_integer(name)
+    if not config.choice("topk_method", "greedy", _METHODS):
+        return 1
+    if number is None:
+        raise config.fail(name, None, "a number, since topk_method is group_limited_greedy")
+    return number
 
 
-def _written(spec: ModelSpec) -> Mapping[str, Any]:
-    """Return the config fields for the choice of groups of experts."""
-    inner = (block.feed_forward for block in spec.blocks)
-    mixture = next((feed_forward for feed_forward in inner if isinstance(feed_forward, MixtureOfExperts)), None)
-    if mixture is None or mixture.groups == 1:
-        return {"topk_method": "greedy", "n_group": None, "topk_group": None}
-    return {"topk_method": "group_limited_greedy", "n_group": mixture.groups, "topk_group": mixture.top_groups}
+def _of_groups(spec: ModelSpec, name: str) -> int | None:
+    """Return a field of the mixtures, or None if their routers do not choose groups of experts first."""
+    mixture = component(spec, "mixture")
+    return None if mixture is None or mixture.groups == 1 else getattr(mixture, name)
 
 
 _DECODER = LatentDecoder(
@@ -61,8 +50,15 @@ _DECODER = LatentDecoder(
             num_experts_per_tok=None,
         ),
         "mlp_bias": MLP_BIAS,
+        "topk_method": choice("own.grouped", "greedy", _METHODS)._replace(
+            of=lambda spec: "greedy" if _of_groups(spec, "groups") is None else "group_limited_greedy"
+        ),
+        "n_group": Field("mixture.groups", None, _if_grouped, of=lambda spec: _of_groups(spec, "groups")),
+        "topk_group": Field("mixture.top_groups", None, _if_grouped, of=lambda spec: _of_groups(spec, "top_groups")),
     },
     fixed={
+        "mixture.top_groups": lambda values: 1 if values["mixture.groups"] == 1 else values["mixture.top_groups"],
+        "mixture.group_best": lambda values: 2 if values["mixture.groups"] == 1 else 1,
         "mixture.normalise": False,
         "mixture.routed_in": "float32",
         "mixture.in_order": False,
@@ -73,21 +69,9 @@ _DECODER = LatentDecoder(
     gathered=False,
     whole_heads=True,
     mixtures=Mixtures(after("first_k_dense_replace", 0), expert={"fused": True, "up_bias": False, "down_bias": False}),
-    written=_written,
+    # RoPE rotates pairs of neighbours.
+    sized=lambda chosen, _: {"attention.kv_rank": chosen.choice(EVEN), "attention.nope_dim": chosen.choice((0, *EVEN))},
 )
-
-
-def _draw(chosen: Random) -> Config:
-    """Return a random config with or without groups, and with even widths, since RoPE rotates pairs of neighbours."""
-    even = {"attention.kv_rank": chosen.choice(EVEN), "attention.nope_dim": chosen.choice((0, *EVEN))}
-    config, grouped = _DECODER.draw(chosen, {}, **even), chosen.random() < 0.5
-    if not grouped:
-        return {**config, "topk_method": "greedy", "n_group": None, "topk_group": None}
-    groups, size = chosen.choice((1, 2, 4)), chosen.choice((2, 3))
-    best = chosen.randint(1, groups)
-    own = {"n_group": groups, "topk_group": best, "n_routed_experts": groups * size}
-    config |= {**own, "topk_method": "group_limited_greedy"}
-    return {**config, "num_experts_per_tok": chosen.randint(1, best * size)}
 
 
 _DEEPSEEK_V2 = _DECODER.architecture(
@@ -96,8 +80,6 @@ _DEEPSEEK_V2 = _DECODER.architecture(
     mixed_leaves({**ROUTED, **shared_expert("shared_experts")}, LATENT_LEAVES),
     released="2024-05",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    read=_read,
-    draw=_draw,
     config_aliases={"n_routed_experts": ("num_experts",)},
     stated={"num_experts_per_tok": 6},
     irrelevant={**KNOWN, **OF_DRAFTS, **TRAINING},

@@ -11,7 +11,7 @@ from ..base import DRAFT_LAYER
 from ..decoder import Mixtures
 from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, Field, with_defaults
 from ..latent import COMPUTED, LATENT_FIELDS, LATENT_LEAVES, LatentDecoder
-from ..lenses import after
+from ..places import after
 from ..usual import CORRECTION, OF_DRAFTS, ROUTED, mixed_leaves, shared_expert
 
 FIELDS = {

@@ -7,7 +7,8 @@ Source: transformers models/dots1/{configuration,modeling}_dots1.py.
 
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, GROUPED_EXPERTS, SIGMOID_ROUTER, Field, llama_fields, with_defaults
-from ..lenses import after, windows_above
+from ..lenses import windows_above
+from ..places import after
 from .glm4_moe import LEAVES
 
 _DECODER = DecoderFamily(

@@ -7,46 +7,15 @@ ignores layers that draft tokens.
 Source: transformers models/ernie4_5_moe/{configuration,modeling}_ernie4_5_moe.py.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from ...components import ModelSpec
 from ..base import Stacked, by_name
-from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
-from ..draws import Config, Random, Sizes, sometimes
 from ..fields import Field, none_or_more, with_defaults
 from ..layout import Layout
-from ..lenses import Lens, sparse_layers
+from ..places import after, all_of, nth, up_to
 from ..usual import ROUTED, STACKED, T, mixed_leaves, shared_expert
 from . import ernie4_5
 
-
-def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
-    """Return which layers are mixtures: every N-th one between a first and a last layer, counted from 1."""
-    layers = values["layers"]
-    first, last = none_or_more(config, "moe_layer_start_index", 1), config.raw("moe_layer_end_index", -1)
-    if type(last) is not int or last < -1:
-        raise config.fail("moe_layer_end_index", last, "a layer number, or -1 for the last layer")
-    every, last = config.integer("moe_layer_interval", 1), layers - 1 if last == -1 else last
-    return [first <= layer <= last and (layer + 1) % every == 0 for layer in range(layers)]
-
-
-def _written(spec: ModelSpec) -> Mapping[str, Any]:
-    """Return the config fields that `_sparse` reads."""
-    sparse = sparse_layers(spec)
-    mixtures = [layer for layer, is_sparse in enumerate(sparse) if is_sparse]
-    first, last = (mixtures[0], mixtures[-1]) if mixtures else (len(sparse), len(sparse))
-    every = mixtures[1] - first if len(mixtures) > 1 else 1
-    return {"moe_layer_start_index": first, "moe_layer_end_index": last, "moe_layer_interval": every}
-
-
-def _draw(chosen: Random, sizes: Sizes) -> Config:
-    layers = sizes["layers"]
-    ends = {"moe_layer_start_index": chosen.randint(0, layers), "moe_layer_end_index": chosen.randint(-1, layers)}
-    return sometimes(chosen, {**ends, "moe_layer_interval": chosen.choice((1, 2))})
-
-
+_SPARSE = all_of(after("moe_layer_start_index", 1), up_to("moe_layer_end_index"), nth("moe_layer_interval", 1))
 _BIAS = ernie4_5.DECODER.fields["use_bias"]
 
 _DECODER = DecoderFamily(
@@ -68,7 +37,7 @@ _DECODER = DecoderFamily(
         "mixture.wide_choice": True,
     },
     rotary=ernie4_5.DECODER.rotary,
-    mixtures=Mixtures(Lens(_sparse, _written, _draw), expert={"fused": True, "up_bias": False, "down_bias": False}),
+    mixtures=Mixtures(_SPARSE, expert={"fused": True, "up_bias": False, "down_bias": False}),
 )
 
 _CORRECTION = T + "mlp.moe_statics.e_score_correction_bias"

@@ -4,45 +4,13 @@ a sliding window, the layers without one have no position encoding.
 Source: transformers models/exaone4/{configuration,modeling}_exaone4.py.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from ...components import ModelSpec
-from ..config import ConfigReader
 from ..decoder import DecoderFamily
 from ..fields import OUTPUT_NORMS, llama_fields
-from ..lenses import Lens, draw_windows, rope_in_windows, sliding, write_windows
+from ..lenses import rope_in_windows, sliding
 from ..usual import OUTPUT_NORM_LEAVES
 
-_WINDOW = 4096
-
-
-def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window of each layer, and which layers have no position encoding."""
-    # transformers makes no layer types from patterns that are strings ("LLLG").
-    stated = isinstance(config.raw("layer_types"), list)
-    config.raw("sliding_window_pattern")
-    every = 1 if stated else config.integer("sliding_window_pattern", 4)
-    if config.optional_integer("sliding_window", _WINDOW) is None:
-        if not stated:
-            raise config.fail("layer_types", None, "a list of layer types, since sliding_window is null")
-        return sliding(1, None).get(config, values)
-    return rope_in_windows(sliding(every, _WINDOW)).get(config, values)
-
-
-def _written(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields of the windows.
-
-    The field of the width is null if no layer has a window and the layers have RoPE.
-    """
-    fields = write_windows(spec)
-    any_rope = any(getattr(block.attention, "position", None) is not None for block in spec.blocks)
-    return (
-        {**fields, "sliding_window": None} if any_rope and "sliding_attention" not in fields["layer_types"] else fields
-    )
-
-
-EXAONE_WINDOWS = Lens(_layers, _written, draw_windows)
+# In a config with layer_types, the pattern may be a string ("LLLG"), which transformers ignores.
+EXAONE_WINDOWS = rope_in_windows(sliding(4, pattern="sliding_window_pattern", strings=True), unset=True)
 
 _DECODER = DecoderFamily(
     llama_fields(vocab=102400, intermediate=16384, kv_heads=32, eps=1e-5),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..base import Stacked
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, Field, llama_fields, with_defaults
-from ..lenses import by_type
+from ..places import by_type
 from ..usual import CORRECTION, ROUTED, STACKED, T, mixed_leaves, shared_expert
 from .exaone4 import EXAONE_WINDOWS
 

@@ -10,7 +10,6 @@ Source: transformers models/falcon/{configuration,modeling}_falcon.py.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...components import ALiBi, Attention, Biasing, FeedForward, LayerNorm, ModelSpec, Rotary
@@ -18,41 +17,79 @@ from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
 from ..draws import EVEN, Config, Random, grouped_heads
-from ..fields import PRE, Field
+from ..fields import PRE, Field, Fields, component, without
 from ..lenses import Lens
 from ..obstacles import of_kind
 from ..rope import USUAL_ROTARY, draw_rotary, read_rotary, write_rotary
 from ..usual import GROUPED_BIAS, GROUPED_WEIGHT, other_norms, two_parallel_norms
 
 
+def _is_grouped(config: ConfigReader, name: str, _: None) -> bool:
+    """Return whether the model has Falcon 40B's architecture, in which query heads share key-value heads in groups."""
+    return config.boolean(name, config.data.get("model_type") == "RefinedWeb")
+
+
+def _has_groups(spec: ModelSpec) -> bool:
+    """Return whether the config is written for query heads that share key-value heads in groups."""
+    attention = of_kind(spec.blocks[0].attention, Attention)
+    return attention.kv_expansion == "projection" or attention.kv_heads not in (1, attention.heads)
+
+
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the number of key-value heads and the position encoding, which are the same in all layers."""
-    count, head_dim = values["layers"], values["head_dim"]
+    heads, head_dim = values["heads"], values["head_dim"]
     if config.optional_integer("head_dim") not in (None, head_dim):
         raise config.fail("head_dim", config.raw("head_dim"), f"{head_dim}, which is hidden_size / num_attention_heads")
-    # In the new architecture, transformers ignores both flags below for heads, but reads parallel_attn for norms.
-    grouped, heads = _is_grouped(config), config.integer("num_attention_heads", 71)
-    multi_query, stated = config.boolean("multi_query", True), config.optional_integer("num_kv_heads")
+    # In the new architecture, transformers ignores multi_query for heads, but reads parallel_attn for norms.
+    grouped, parallel, norms = values["own.grouped"], values["block.parallel"], values["own.norms"]
+    if grouped and not parallel:
+        raise config.fail("parallel_attn", parallel, "true, since new_decoder_architecture is true")
+    if norms not in (None, 1, 2):
+        raise config.fail("num_ln_in_parallel_attn", norms, "1, 2 or null")
+    if norms == 2 and not grouped and parallel:
+        raise config.fail("num_ln_in_parallel_attn", norms, "1 or null, since new_decoder_architecture is false")
+    multi_query, stated, alibi = values["own.one"], values["kv_heads"], values["own.alibi"]
     if not grouped and not multi_query and stated not in (None, heads):
         raise config.fail(
             "num_kv_heads", stated, f"{heads} (num_attention_heads), since new_decoder_architecture is false"
         )
-    alibi, context = config.boolean("alibi", False), config.integer("max_position_embeddings", 2048)
     # With ALiBi these fields have no effect, and the width of heads may be odd.
-    rotary = read_rotary(config, head_dim + head_dim % 2 if alibi else head_dim, context)
+    rotary = read_rotary(config, head_dim + head_dim % 2 if alibi else head_dim, values["context"])
     fields = {
         "kv_heads": (stated or heads) if grouped else (1 if multi_query else heads),
         "kv_expansion": "projection" if grouped else "broadcast",
         "position": ALiBi(scaled=True, rounding="bfloat16") if alibi else rotary,
     }
-    return [fields] * count
+    return [fields] * int(values["layers"])
 
 
-def _is_grouped(config: ConfigReader) -> bool:
-    """Return whether the model has Falcon 40B's architecture, in which query heads share key-value heads in groups."""
-    return config.boolean("new_decoder_architecture", config.data.get("model_type") == "RefinedWeb")
+def _written_rotary(spec: ModelSpec) -> dict[str, Any]:
+    """Return the RoPE fields, unless the position encoding is ALiBi."""
+    position, head_dim = component(spec, "position"), of_kind(spec.blocks[0].attention, Attention).head_dim
+    return write_rotary(position, head_dim) if isinstance(position, Rotary) else {}
 
 
+def _norms(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the norms of a block. In a parallel block, both sub-layers may read the output of one norm."""
+    two = not values["block.parallel"] or (values["own.grouped"] and values["own.norms"] != 1)
+    return PRE if two else PRE[:1]
+
+
+_HEADS: Fields = {
+    "num_kv_heads": Field("kv_heads"),
+    "multi_query": Field(
+        "own.one", True, of=lambda spec: not _has_groups(spec) and component(spec, "attention").kv_heads == 1
+    ),
+    "new_decoder_architecture": Field("own.grouped", None, _is_grouped, of=_has_groups),
+    "parallel_attn": Field("block.parallel", True, of=lambda spec: spec.blocks[0].parallel or _has_groups(spec)),
+    "num_ln_in_parallel_attn": Field(
+        "own.norms",
+        None,
+        ConfigReader.raw,
+        of=lambda spec: (1 if spec.blocks[0].feed_forward_norm is None else 2) if _has_groups(spec) else None,
+    ),
+    "alibi": Field("own.alibi", False, of=lambda spec: isinstance(component(spec, "position"), Biasing)),
+}
 _DECODER = DecoderFamily(
     fields={
         "vocab_size": Field("vocab", 65024),
@@ -65,6 +102,7 @@ _DECODER = DecoderFamily(
         "max_position_embeddings": Field("context", 2048),
         "tie_word_embeddings": Field("tied", True),
         "bias": Field("attention.qkv_bias attention.output_bias feed_forward.up_bias feed_forward.down_bias", False),
+        **_HEADS,
     },
     norm=LayerNorm,
     inner=FeedForward,
@@ -76,43 +114,9 @@ _DECODER = DecoderFamily(
         "feed_forward.arithmetic": "matmul_add",
     },
     rotary=None,
-    layers=Lens(_layers),
+    norms=_norms,
+    layers=Lens(_layers, _written_rotary),
 )
-
-
-def _read(config: ConfigReader) -> ModelSpec:
-    """Return the ModelSpec that a config.json describes."""
-    parallel, norms, grouped = (
-        config.boolean("parallel_attn", True),
-        config.raw("num_ln_in_parallel_attn"),
-        _is_grouped(config),
-    )
-    if grouped and not parallel:
-        raise config.fail("parallel_attn", parallel, "true, since new_decoder_architecture is true")
-    if norms not in (None, 1, 2):
-        raise config.fail("num_ln_in_parallel_attn", norms, "1, 2 or null")
-    if norms == 2 and not grouped and parallel:
-        raise config.fail("num_ln_in_parallel_attn", norms, "1 or null, since new_decoder_architecture is false")
-    one = parallel and not (grouped and norms != 1)
-    return replace(_DECODER, norms=PRE[:1] if one else PRE).read(config, block__parallel=parallel)
-
-
-def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields that describe a model."""
-    first = spec.blocks[0]
-    attention = of_kind(first.attention, Attention)
-    grouped = attention.kv_expansion == "projection" or attention.kv_heads not in (1, attention.heads)
-    alibi = isinstance(attention.position, Biasing)
-    return {
-        **_DECODER.write(spec),
-        "num_kv_heads": attention.kv_heads,
-        "new_decoder_architecture": grouped,
-        "multi_query": not grouped and attention.kv_heads == 1,
-        "parallel_attn": first.parallel or grouped,
-        "num_ln_in_parallel_attn": (2 if first.feed_forward_norm is not None else 1) if grouped else None,
-        "alibi": alibi,
-        **({} if alibi else write_rotary(of_kind(attention.position, Rotary), attention.head_dim)),
-    }
 
 
 def _draw(chosen: Random) -> Config:
@@ -125,7 +129,8 @@ def _draw(chosen: Random) -> Config:
         own = {"new_decoder_architecture": True, "num_kv_heads": kv_heads, "num_ln_in_parallel_attn": norms}
     rope = {} if alibi else draw_rotary(chosen, head_dim, USUAL_ROTARY)
     sizes = {"heads": heads, "head_dim": head_dim, "hidden": heads * head_dim}
-    return {**_DECODER.draw(chosen, {}, **sizes), **own, "alibi": alibi, **rope}
+    drawn = without(_DECODER.draw(chosen, {}, **sizes), *_HEADS)
+    return {**drawn, **own, "alibi": alibi, **rope}
 
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."
@@ -158,8 +163,6 @@ _FALCON = _DECODER.architecture(
     model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
     kinds=_DECODER.kinds | {ALiBi},
     token_ids={"bos_token_id": 11, "eos_token_id": 11},
-    read=_read,
-    write=_write,
     draw=_draw,
     config_aliases={
         "hidden_size": ("n_embed",),

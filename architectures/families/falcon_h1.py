@@ -4,92 +4,81 @@ at every step.
 Source: transformers models/falcon_h1/{configuration,modeling}_falcon_h1.py.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
-from ...components import Attention, GatedFeedForward, Mamba2, ModelSpec, RMSNorm, SubLayer
+from ...components import GatedFeedForward, Mamba2, ModelSpec, RMSNorm, SubLayer
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
-from ..draws import Config, Random, divisor, sometimes
-from ..fields import ATTENTION_BIAS, MLP_BIAS, Field, llama_fields
+from ..draws import Config, Random, Sizes, divisor
+from ..fields import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    Field,
+    Fields,
+    component,
+    draw_fields,
+    flag,
+    llama_fields,
+    of_part,
+    read_fields,
+    write_tree,
+)
 from ..obstacles import of_kind
 from ..recurrences import draw_mamba2, mamba2_leaves, mamba2_sizes, write_mamba2
 from ..usual import ATTENTION, EMBEDDING, ROTARY_BUFFERS, T
 from .bamba import ENDS, FEED_FORWARD, NORMS
 
-_BRANCHES = {  # the multipliers of the input and of the output of every mixer
-    "recurrence": ("ssm_in_multiplier", "ssm_out_multiplier"),
-    "attention": ("attention_in_multiplier", "attention_out_multiplier"),
+
+def _factors(config: ConfigReader, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    """Read a list of factors above 0, as many as the default has."""
+    given = config.raw(name)
+    given = [*default] if given is None else given
+    numbers = isinstance(given, list) and all(type(number) in (int, float) and 0 < number < 1e30 for number in given)
+    if not numbers or len(given) != len(default):
+        raise config.fail(name, given, f"a list of {len(default)} numbers above 0")
+    return tuple(map(float, given))
+
+
+def _draw_factors(count: int) -> Callable[[Random, Sizes], list[float]]:
+    return lambda chosen, _: [chosen.uniform(0.1, 2) for _ in range(count)]
+
+
+_MIXER: Fields = {
+    "ssm_in_multiplier": Field("recurrence_branch.input_multiplier", 1.0),
+    "ssm_out_multiplier": Field("recurrence_branch.multiplier", 1.0),
+    "ssm_multipliers": Field("recurrence.multipliers", (1.0,) * 5, _factors, list, draw=_draw_factors(5)),
+    "mamba_d_ssm": Field("recurrence.inner", 1024, ConfigReader.optional_integer),
+    "mamba_rms_norm": Field("recurrence.norm", False, write=lambda norm: norm is not None),
+    "mamba_norm_before_gate": flag("recurrence.gated", True, "behind norm", "before norm"),
+    "mamba_proj_bias": Field("recurrence.bias", False),
+    "projectors_bias": Field("recurrence.output_bias", False),
 }
 
 
-def _multipliers(config: ConfigReader, name: str, count: int) -> list[float]:
-    """Return a list of `count` factors above 0. If the field is null, all factors are 1."""
-    given = config.raw(name)
-    given = [1.0] * count if given is None else given
-    numbers = isinstance(given, list) and all(type(number) in (int, float) and 0 < number < 1e30 for number in given)
-    if not numbers or len(given) != count:
-        raise config.fail(name, given, f"a list of {count} numbers above 0")
-    return [float(number) for number in given]
-
-
-def _mamba(config: ConfigReader, hidden: int, activation: Any, eps: float) -> Mamba2:
-    inner = config.optional_integer("mamba_d_ssm", 1024)
-    sizes = mamba2_sizes(config, {"hidden": hidden, "activation": activation}, inner=inner)
-    first, normed = config.boolean("mamba_norm_before_gate", True), config.boolean("mamba_rms_norm", False)
-    norm = RMSNorm(size=sizes["heads"] * sizes["head_dim"], eps=eps, groups=sizes["groups"], cast="after_weight")
-    return Mamba2(
-        **sizes,
-        norm=norm if normed else None,
-        gated="behind norm" if normed and first else "before norm",
-        bias=config.boolean("mamba_proj_bias", False),
-        output_bias=config.boolean("projectors_bias", False),
-        multipliers=tuple(_multipliers(config, "ssm_multipliers", 5)),  # type: ignore[arg-type]
-    )
-
-
 def _read(config: ConfigReader) -> ModelSpec:
-    spec = _DECODER.read(config)
+    """Read the tree of a config.json."""
+    spec, values = _DECODER.read(config), read_fields(_MIXER, config)
     alike = [[kind] * len(spec.blocks) for kind in ("full_attention", "hybrid")]
     config.refuse({"layer_types": ((None, *alike), "every layer is Mamba-2 beside attention")})
-    attention, feed_forward = spec.blocks[0].sublayers
-    inner = of_kind(feed_forward.mixer, GatedFeedForward)
-    norm = of_kind(attention.norm, RMSNorm)
-    gate, down = _multipliers(config, "mlp_multipliers", 2)
-    scaled: dict[str, dict[str, Any]] = {
-        slot: {"input_multiplier": config.number(read, 1.0), "multiplier": config.number(output, 1.0)}
-        for slot, (read, output) in _BRANCHES.items()
-    }
-    mamba = _mamba(config, spec.hidden_size, inner.activation, norm.eps)
-    sublayers = (
-        replace(attention, **scaled["attention"]),
-        SubLayer(mixer=mamba, beside=True, **scaled["recurrence"]),
-        replace(feed_forward, mixer=replace(inner, gate_multiplier=gate), multiplier=down),
-    )
-    return replace(spec, blocks=(replace(spec.blocks[0], sublayers=sublayers),) * len(spec.blocks))
+    own, first, final = of_part(values, "recurrence"), spec.blocks[0], of_kind(spec.final_norm, RMSNorm)
+    plain = {"hidden": spec.hidden_size, "activation": of_kind(first.feed_forward, GatedFeedForward).activation}
+    sizes = mamba2_sizes(config, plain, inner=own.pop("inner"))
+    width = sizes["heads"] * sizes["head_dim"]
+    norm = RMSNorm(size=width, eps=final.eps, groups=sizes["groups"], cast="after_weight") if own["norm"] else None
+    own |= {"norm": norm, "gated": "before norm" if norm is None else own["gated"]}
+    branch = SubLayer(mixer=Mamba2(**sizes, **own), beside=True, **of_part(values, "recurrence_branch"))
+    attention, feed_forward = first.sublayers
+    return replace(spec, blocks=(replace(first, sublayers=(attention, branch, feed_forward)),) * len(spec.blocks))
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    first = spec.blocks[0]
-    mamba, inner = of_kind(first.mixer("recurrence"), Mamba2), of_kind(first.feed_forward, GatedFeedForward)
-    of_kind(first.mixer("attention"), Attention)
-    by_slot = {sublayer.mixer.slot: sublayer for sublayer in first.sublayers}
-    multipliers: dict[str, Any] = {}
-    for slot, (read, output) in _BRANCHES.items():
-        multipliers |= {read: by_slot[slot].input_multiplier, output: by_slot[slot].multiplier}
-    return {
-        **write_mamba2(replace(mamba, hidden_size=mamba.inner)),
-        "mamba_d_ssm": mamba.inner,
-        "mamba_proj_bias": mamba.bias,
-        "projectors_bias": mamba.output_bias,
-        "mamba_rms_norm": mamba.norm is not None,
-        "mamba_norm_before_gate": mamba.gated == "behind norm",
-        "ssm_multipliers": list(mamba.multipliers),
-        "mlp_multipliers": [inner.gate_multiplier, by_slot["feed_forward"].multiplier],
-        **multipliers,
-    }
+    """Return the sizes of Mamba-2. Its width does not depend on the hidden size."""
+    mixer = of_kind(component(spec, "recurrence"), Mamba2)
+    return {**write_mamba2(replace(mixer, hidden_size=mixer.inner)), **write_tree(_MIXER, spec)}
 
 
 _DECODER = DecoderFamily(
@@ -101,29 +90,38 @@ _DECODER = DecoderFamily(
         "embedding_multiplier": Field("embedding.multiplier", 1.0),
         "lm_head_multiplier": Field("head.multiplier", 1.0),
         "key_multiplier": Field("attention.key_multiplier", 1.0),
+        "attention_in_multiplier": Field("attention_branch.input_multiplier", 1.0),
+        "attention_out_multiplier": Field("attention_branch.multiplier", 1.0),
+        "mlp_multipliers": Field(
+            "own.factors",
+            (1.0, 1.0),
+            _factors,
+            of=lambda spec: [
+                component(spec, "feed_forward").gate_multiplier,
+                component(spec, "feed_forward_branch").multiplier,
+            ],
+            draw=_draw_factors(2),
+        ),
+    },
+    fixed={
+        "feed_forward.gate_multiplier": lambda values: values["own.factors"][0],
+        "feed_forward_branch.multiplier": lambda values: values["own.factors"][1],
     },
     written=_written,
 )
 
 
 def _draw(chosen: Random) -> Config:
-    """Return a random config with multipliers. The width of Mamba-2 does not depend on the hidden size."""
+    """Return a random config. The width of Mamba-2 does not depend on the hidden size."""
     config, width = _DECODER.draw(chosen, {}), chosen.choice((8, 12, 30, 40))
     heads = divisor(chosen, width)
-    numbers = {name: chosen.uniform(0.1, 2) for names in _BRANCHES.values() for name in names}
-    flags = {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True}
-    lists = {
-        name: [chosen.uniform(0.1, 2) for _ in range(n)] for name, n in (("ssm_multipliers", 5), ("mlp_multipliers", 2))
-    }
-    return {
-        **config,
-        **draw_mamba2(chosen, config["hidden_size"]),
+    sizes = {
         "mamba_d_ssm": width,
         "mamba_d_head": width // heads,
         "mamba_n_heads": heads,
         "mamba_n_groups": divisor(chosen, heads),
-        **sometimes(chosen, {**numbers, **flags, **lists}),
     }
+    return {**config, **draw_mamba2(chosen, config["hidden_size"]), **draw_fields(_MIXER, chosen, {}), **sizes}
 
 
 _FALCON_H1 = _DECODER.architecture(

@@ -7,7 +7,8 @@ and scores stay in fp32 whatever the dtype of the model.
 from ..base import Leaf, Stacked, only_eager
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, Field, with_defaults
-from ..lenses import by_step, rope_in_windows, sliding
+from ..lenses import rope_in_windows, sliding
+from ..places import by_step
 from ..usual import LEAVES, ROUTED, STACKED, B, T, mixed_leaves, shared_expert
 from . import qwen2
 

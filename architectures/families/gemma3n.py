@@ -9,6 +9,7 @@ Source: transformers models/gemma3n/{configuration,modeling}_gemma3n.py.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -30,83 +31,61 @@ from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
 from ..draws import VOCAB, Config, Random, Sizes, among, kind_by_layer, sometimes
-from ..fields import AROUND, none_or_more, with_defaults
+from ..fields import AROUND, Field, Fields, below, read_fields, size, with_defaults
 from ..lenses import Lens, rope_by_kind, sliding
 from ..obstacles import of_kind
 from ..rope import ROTARY, RotaryKind
 from ..usual import EMBEDDING, FEED_FORWARD, SANDWICH, B, T
-from .gemma4 import AFTER_LAYERS, FIELDS, INPUTS, LATE, TOWERS, UNUSED
-
-
-def _read_width(config: ConfigReader, name: str, default: int) -> int:
-    """Return the width of all feed-forwards, or 1 if the field is a list by layer.
-
-    In the second case, `_units` reads the list later.
-    """
-    stated = config.raw(name, default)
-    return config.integer(name, default) if not isinstance(stated, list) else 1
-
+from .gemma4 import AFTER_LAYERS, FIELDS, INPUTS, LATE, TOWERS, UNUSED, late_layers
 
 _KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
-_FIELDS = with_defaults(FIELDS, vocab=262400, hidden=2048, intermediate=16384, layers=35, kv_heads=2, context=32768)
-_FIELDS["intermediate_size"] = _FIELDS["intermediate_size"]._replace(read=_read_width)
-_FIELDS["final_logit_softcapping"] = _FIELDS["final_logit_softcapping"]._replace(
-    read=ConfigReader.number, draw=among(0.5, 3.0, 30.0)
-)
-_WINDOWS = rope_by_kind(sliding(5, 512), _KINDS)
 SPARSE, SPARSITY = 10, 0.95  # by default, 95 % of the units are 0 in the first 10 layers
+_UNITS, _SPARSE = "intermediate_size", "activation_sparsity_pattern"
+_STREAMED: Fields = {
+    _UNITS: Field("own.units", 16384, ConfigReader.raw, of=lambda spec: _by_layer(spec, "intermediate_size")),
+    _SPARSE: Field(
+        "own.shares", None, ConfigReader.raw, of=lambda spec: [s or 0.0 for s in _by_layer(spec, "sparsity")]
+    ),
+    "hidden_size_per_layer_input": size("layer_inputs.width", 256, 1, 3, 8),
+    "vocab_size_per_layer_input": size("layer_inputs.table.vocab_size", 262144, VOCAB - 5, VOCAB, VOCAB + 3),
+    "altup_num_inputs": Field("streams.count", 4, partial(ConfigReader.integer, most=MOST_STREAMS)),
+    "altup_active_idx": below("altup.active", 0, "altup_num_inputs", 4),
+    "laurel_rank": size("attention_low_rank.rank", 64, 1, 3, 8),
+}
+_FIELDS: Fields = {
+    **with_defaults(FIELDS, vocab=262400, hidden=2048, layers=35, kv_heads=2, context=32768, num_kv_shared_layers=15),
+    "final_logit_softcapping": Field("head.cap", 30.0, ConfigReader.number, draw=among(0.5, 3.0, 30.0)),
+    **_STREAMED,
+}
+_WINDOWS = rope_by_kind(sliding(5, 512), _KINDS)
+
+
+def _by_layer(spec: ModelSpec, name: str) -> list[Any]:
+    """Return a field of every layer's feed-forward."""
+    return [getattr(of_kind(block.feed_forward, GatedFeedForward), name) for block in spec.blocks]
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the fields of attention that differ by layer. Some layers use keys and values of earlier layers."""
-    count, head_dim = values["layers"], values["head_dim"]
     layers = _WINDOWS.get(config, values)
-    shared, kinds = none_or_more(config, "num_kv_shared_layers", 15), [fields["window"] for fields in layers]
-    if shared and (shared >= count or {*kinds[: count - shared]} != {*kinds}):
-        raise config.fail(
-            "num_kv_shared_layers",
-            shared,
-            "a smaller number: of each type in layer_types, at least one layer must compute its own keys and values",
-        )
-    norm = RMSNorm(size=head_dim, eps=_FIELDS["rms_norm_eps"].value(config, "rms_norm_eps"), cast="after_weight")
+    late = late_layers(config, values, [fields["window"] for fields in layers])
+    norm = RMSNorm(size=values["head_dim"], eps=values["eps"], cast="after_weight")
     norms = {"q_norm": norm, "k_norm": norm, "v_norm": replace(norm, gain="none")}
-    return [{**fields, **norms, **(LATE if layer >= count - shared else {})} for layer, fields in enumerate(layers)]
-
-
-def _written(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields that `_layers` and `_read` read."""
-    first, inputs = spec.blocks[0], of_kind(spec.layer_inputs, LayerEmbedding)
-    inners = [of_kind(block.feed_forward, GatedFeedForward) for block in spec.blocks]
-    return {
-        **_WINDOWS.put(spec),
-        "intermediate_size": [inner.intermediate_size for inner in inners],
-        "activation_sparsity_pattern": [inner.sparsity or 0.0 for inner in inners],
-        "num_kv_shared_layers": sum(of_kind(block.attention, Attention).kv_from == "earlier" for block in spec.blocks),
-        "hidden_size_per_layer_input": inputs.width,
-        "vocab_size_per_layer_input": inputs.table.vocab_size,
-        "altup_num_inputs": of_kind(spec.streams, Streams).count,
-        "altup_active_idx": of_kind(first.altup, AlternatingUpdates).active,
-        "laurel_rank": of_kind(first.sublayers[0].low_rank, LowRankResidual).rank,
-    }
+    return [{**fields, **norms, **(LATE if is_late else {})} for is_late, fields in zip(late, layers, strict=True)]
 
 
 def _draw(chosen: Random, sizes: Sizes) -> Config:
-    """Return random config fields of windows, reused keys and values, residual streams and layer inputs."""
+    """Return random config fields of windows, reused keys and values, residual streams and feed-forwards."""
     layers, streams = sizes["layers"], chosen.choice((2, 3, 5))
     kinds = kind_by_layer(chosen, layers, "full_attention", "sliding_attention")
-    by_layer = {
-        "activation_sparsity_pattern": kind_by_layer(chosen, layers, 0.0, 0.25, 0.95),
-        "intermediate_size": kind_by_layer(chosen, layers, 16, 33),
-    }
+    by_layer = {_SPARSE: kind_by_layer(chosen, layers, 0.0, 0.25, 0.95), _UNITS: kind_by_layer(chosen, layers, 16, 33)}
     return {
         **_WINDOWS.draw(chosen, sizes),
         "layer_types": kinds,
         "num_kv_shared_layers": int(layers > 1 and {*kinds[:-1]} == {*kinds}),
-        "hidden_size_per_layer_input": chosen.choice((1, 3, 8)),
-        "vocab_size_per_layer_input": chosen.choice((VOCAB - 5, VOCAB, VOCAB + 3)),
         "altup_num_inputs": streams,
         "altup_active_idx": chosen.randrange(streams),
-        "laurel_rank": chosen.choice((1, 3, 8)),
+        _UNITS: sizes["intermediate"],
         **sometimes(chosen, by_layer),
     }
 
@@ -117,11 +96,12 @@ _DECODER = DecoderFamily(
     fixed={
         "norm.cast": "after_weight",
         "attention.scale": 1.0,
+        "intermediate": 1,  # replaced by the width of every layer
         "embedding.multiplier": lambda values: values["hidden"] ** 0.5,
         "embedding.scaling": "rounded",
     },
     rotary=None,
-    layers=Lens(_layers, _written, _draw),
+    layers=Lens(_layers, _WINDOWS.put, _draw),
     whole_heads=True,
 )
 
@@ -132,16 +112,13 @@ def _read(config: ConfigReader) -> ModelSpec:
     hidden, count, norm = spec.hidden_size, len(spec.blocks), of_kind(spec.final_norm, RMSNorm)
     if hidden % of_kind(spec.blocks[0].attention, Attention).heads:
         raise config.fail("hidden_size", hidden, "a multiple of num_attention_heads")
-    width = config.integer("hidden_size_per_layer_input", 256)
-    rows = config.integer("vocab_size_per_layer_input", 262144)
-    streams = config.integer("altup_num_inputs", 4, most=MOST_STREAMS)
-    active = none_or_more(config, "altup_active_idx", 0)
-    if streams < 2 or active >= streams:
-        raise config.fail(
-            "altup_active_idx", active, (f"an integer from 0 to {streams - 1} (altup_num_inputs must be at least 2)")
-        )
+    values = read_fields(_STREAMED, config)
+    width, rows = values["layer_inputs.width"], values["layer_inputs.table.vocab_size"]
+    streams, active, rank = (values[role] for role in ("streams.count", "altup.active", "attention_low_rank.rank"))
+    if streams < 2:
+        raise config.fail("altup_num_inputs", streams, "at least 2")
     altup = AlternatingUpdates(hidden_size=hidden, count=streams, norm=norm, active=active)
-    low_rank = LowRankResidual(hidden_size=hidden, rank=config.integer("laurel_rank", 64), norm=norm)
+    low_rank = LowRankResidual(hidden_size=hidden, rank=rank, norm=norm)
     blocks = []
     for block, units, share in zip(spec.blocks, _units(config, count), _shares(config, count), strict=True):
         inner = replace(of_kind(block.feed_forward, GatedFeedForward), intermediate_size=units, sparsity=share or None)
@@ -165,22 +142,21 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 def _units(config: ConfigReader, count: int) -> list[int]:
     """Return the width of each layer's feed-forward."""
-    stated = config.raw("intermediate_size", _FIELDS["intermediate_size"].default)
-    if not isinstance(stated, list):
-        return [stated] * count
+    if not isinstance(stated := config.raw(_UNITS, _STREAMED[_UNITS].default), list):
+        return [config.integer(_UNITS, stated)] * count
     if len(stated) != count or any(type(width) is not int or not 1 <= width < 2**31 for width in stated):
-        raise config.fail("intermediate_size", stated, f"a positive integer, or a list of {count} positive integers")
+        raise config.fail(_UNITS, stated, f"a positive integer, or a list of {count} positive integers")
     return stated
 
 
 def _shares(config: ConfigReader, count: int) -> list[float]:
     """Return, for every layer, the activation sparsity: the fraction of its feed-forward's units that are set to 0."""
-    stated, sparse = config.raw("activation_sparsity_pattern"), SPARSE if count > SPARSE else 0
+    stated, sparse = config.raw(_SPARSE), SPARSE if count > SPARSE else 0
     if stated is None:
         return [SPARSITY] * sparse + [0.0] * (count - sparse)
     numbers = isinstance(stated, list) and all(type(share) in (int, float) and 0 <= share < 1 for share in stated)
     if not numbers or len(stated) != count:
-        raise config.fail("activation_sparsity_pattern", stated, f"a list of {count} numbers, at least 0 and below 1")
+        raise config.fail(_SPARSE, stated, f"a list of {count} numbers, at least 0 and below 1")
     return list(map(float, stated))
 
 

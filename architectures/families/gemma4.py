@@ -31,9 +31,9 @@ from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
 from ..draws import EVEN, VOCAB, WINDOWS, Config, Random, Sizes, kind_by_layer, sometimes
-from ..fields import AROUND, ATTENTION_BIAS, USUAL, Field, none_or_more, with_defaults
+from ..fields import AROUND, ATTENTION_BIAS, USUAL, Field, none_or_more, read_fields, with_defaults, write_tree
 from ..layout import Layout
-from ..lenses import Lens, write_windows
+from ..lenses import Lens, attentions, write_windows
 from ..obstacles import of_kind
 from ..rope import ROTARY, RotaryKind, draw_scaling, read_rotaries, write_rotaries
 from ..usual import EMBEDDING, FEED_FORWARD, SANDWICH, B, T
@@ -55,10 +55,31 @@ FIELDS = {
     ),
     "attention_bias": ATTENTION_BIAS,
     "final_logit_softcapping": Field("head.cap", 30.0, ConfigReader.optional_number),
+    "num_kv_shared_layers": Field(
+        "own.late", 0, none_or_more, of=lambda spec: [m.kv_from for m in attentions(spec)].count("earlier")
+    ),
 }
 """The config fields that Gemma 3n and Gemma 4 share. The defaults are those of Gemma 2, some of which the two families
 replace."""
-_FIELDS = with_defaults(FIELDS, vocab=262144, layers=30, context=131072, final_logit_softcapping=None)
+_FIELDS = {
+    **with_defaults(FIELDS, vocab=262144, layers=30, context=131072, final_logit_softcapping=None),
+    "attention_k_eq_v": Field("own.keys_alone", False, of=lambda spec: "keys" in [m.kv_from for m in attentions(spec)]),
+    "use_double_wide_mlp": Field("own.wide", False, of=lambda spec: _has_wide_layers(spec)),
+}
+_INPUTS = {
+    "hidden_size_per_layer_input": Field(
+        "layer_inputs.width", 256, none_or_more, of=lambda spec: getattr(spec.layer_inputs, "width", 0)
+    ),
+    "vocab_size_per_layer_input": Field(
+        "own.rows", 262144, of=lambda spec: getattr(spec.layer_inputs, "table", spec.embedding).vocab_size
+    ),
+}
+_BESIDE = {
+    "enable_moe_block": Field("mixture.expert_scale", False),
+    "num_experts": Field("mixture.experts"),
+    "top_k_experts": Field("mixture.top_k"),
+    "moe_intermediate_size": Field("mixture.intermediate_size"),
+}
 _KINDS = {
     FULL: RotaryKind(
         1e6, "", usual={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}, scaled=False
@@ -72,13 +93,33 @@ _HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_
 If the config has a `per_layer_config`, it is used instead of the latter fields."""
 
 
+def _has_wide_layers(spec: ModelSpec) -> bool:
+    """Return whether layers that use the keys and values of earlier ones have feed-forwards of twice the width."""
+    widths, mixers = [block.feed_forward.intermediate_size for block in spec.blocks], attentions(spec)
+    return any(
+        mixer.kv_from == "earlier" and width == 2 * widths[0] for mixer, width in zip(mixers, widths, strict=True)
+    )
+
+
+def late_layers(config: ConfigReader, values: Mapping[str, Any], kinds: Sequence[Any]) -> list[bool]:
+    """Return for every layer whether it uses the keys and values of an earlier layer of the same kind."""
+    count, shared = values["layers"], values["own.late"]
+    if shared and (shared >= count or {*kinds[: count - shared]} != {*kinds}):
+        raise config.fail(
+            "num_kv_shared_layers",
+            shared,
+            "a smaller number: of each type in layer_types, at least one layer must compute its own keys and values",
+        )
+    return [layer >= count - shared for layer in range(count)]
+
+
 def _types(config: ConfigReader, count: int) -> list[str]:
     """Return the layer type of each layer. The last layer always has full attention."""
     usual = [FULL if (layer + 1) % _EVERY == 0 else SLIDING for layer in range(count)]
     return [*config.layer_types(usual)[:-1], FULL]
 
 
-def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, int]]:
+def _by_kind(config: ConfigReader, types: Sequence[str], keys_alone: bool) -> dict[str, dict[str, int]]:
     """Return the values of the fields in `_HEADS` by layer type.
 
     A layer type or a field is left out if it has no values of its own. Then the fields of the whole model apply.
@@ -87,8 +128,7 @@ def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, 
     if stated is None:
         full = {"head_dim": config.integer("global_head_dim", 512)}
         kv_heads = config.optional_integer("num_global_key_value_heads")
-        shared = config.boolean("attention_k_eq_v", False)
-        return {FULL: full | ({"num_key_value_heads": kv_heads} if shared and kv_heads else {})}
+        return {FULL: full | ({"num_key_value_heads": kv_heads} if keys_alone and kv_heads else {})}
     for name in _HEADS.values():
         config.raw(name)  # then transformers reads none of them
     by_layer = _by_layer(config, stated, len(types))
@@ -124,62 +164,38 @@ def layers(config: ConfigReader, values: Mapping[str, Any], width: int = 512) ->
 
     `width` is the default width of the window.
     """
-    count, head_dim = values["layers"], values["head_dim"]
-    types, eps = _types(config, count), _FIELDS["rms_norm_eps"].value(config, "rms_norm_eps")
-    window, context = config.integer("sliding_window", width), _FIELDS["max_position_embeddings"]
-    kv_heads = _FIELDS["num_key_value_heads"].value(config, "num_key_value_heads")
-    shared, own = none_or_more(config, "num_kv_shared_layers", 0), _by_kind(config, types)
-    if shared and (shared >= count or {*types[: count - shared]} != {*types}):
-        raise config.fail(
-            "num_kv_shared_layers",
-            shared,
-            "a smaller number: of each type in layer_types, at least one layer must compute its own keys and values",
-        )
-    keys_alone, fields = config.boolean("attention_k_eq_v", False), {}
+    types = _types(config, values["layers"])
+    window, own = config.integer("sliding_window", width), _by_kind(config, types, values["own.keys_alone"])
+    late, fields = late_layers(config, values, types), {}
     for kind in dict.fromkeys(types):
-        width = own.get(kind, {}).get("head_dim", head_dim)
-        length = context.value(config, "max_position_embeddings")
-        norm = RMSNorm(size=width, eps=eps, cast="after_weight")
+        width = own.get(kind, {}).get("head_dim", values["head_dim"])
+        norm = RMSNorm(size=width, eps=values["eps"], cast="after_weight")
         fields[kind] = {
             "window": None if kind == FULL else window,
             "head_dim": width,
-            "kv_heads": own.get(kind, {}).get("num_key_value_heads", kv_heads),
-            "position": read_rotaries(config, width, length, {kind: _KINDS[kind]})[kind],
+            "kv_heads": own.get(kind, {}).get("num_key_value_heads", values["kv_heads"]),
+            "position": read_rotaries(config, width, values["context"], {kind: _KINDS[kind]})[kind],
             "q_norm": norm,
             "k_norm": norm,
             "v_norm": replace(norm, gain="none"),
-            "kv_from": "keys" if kind == FULL and keys_alone else "input",
+            "kv_from": "keys" if kind == FULL and values["own.keys_alone"] else "input",
         }
-    return [fields[kind] if layer < count - shared else fields[kind] | LATE for layer, kind in enumerate(types)]
+    return [fields[kind] | LATE if is_late else fields[kind] for is_late, kind in zip(late, types, strict=True)]
 
 
 def written(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields that `layers` and `_read` read."""
-    attentions = [of_kind(block.attention, Attention) for block in spec.blocks]
-    fields = write_windows(spec)
-    first: dict[str, Any] = {}
-    for kind, attention in zip(fields["layer_types"], attentions, strict=True):
-        first.setdefault(kind, attention)
-    full, local = first.get(FULL, attentions[0]), first.get(SLIDING, attentions[0])
+    """Return the config fields that `layers` reads."""
+    mixers, fields = attentions(spec), write_windows(spec)
+    first = dict(reversed([*zip(fields["layer_types"], mixers, strict=True)]))
+    full, local = first.get(FULL, mixers[0]), first.get(SLIDING, mixers[0])
     keys_alone = full.kv_from == "keys"
     heads = {"head_dim": local.head_dim, "num_key_value_heads": local.kv_heads}
     heads |= {"global_head_dim": full.head_dim, "num_global_key_value_heads": full.kv_heads if keys_alone else None}
     if full.kv_heads != local.kv_heads and not keys_alone:
         own = {"head_dim": full.head_dim, "num_key_value_heads": full.kv_heads}
         heads["per_layer_config"] = {str(i): own for i, kind in enumerate(fields["layer_types"]) if kind == FULL}
-    shared = [block for block, attention in zip(spec.blocks, attentions, strict=True) if attention.kv_from == "earlier"]
-    width = spec.blocks[0].feed_forward.intermediate_size
-    inputs = spec.layer_inputs
-    return {
-        **fields,
-        **heads,
-        **write_rotaries({kind: of_kind(attention.position, Rotary) for kind, attention in first.items()}),
-        "attention_k_eq_v": keys_alone,
-        "num_kv_shared_layers": len(shared),
-        "use_double_wide_mlp": any(block.feed_forward.intermediate_size == 2 * width for block in shared),
-        "hidden_size_per_layer_input": 0 if inputs is None else inputs.width,
-        "vocab_size_per_layer_input": spec.vocab_size if inputs is None else inputs.table.vocab_size,
-    }
+    rotaries = {kind: of_kind(attention.position, Rotary) for kind, attention in first.items()}
+    return {**fields, **heads, **write_rotaries(rotaries)}
 
 
 def draw_layers(chosen: Random, sizes: Sizes) -> Config:
@@ -207,7 +223,6 @@ def draw_layers(chosen: Random, sizes: Sizes) -> Config:
     return {**config, "rope_parameters": rope}
 
 
-_WIDTH = ("hidden_size_per_layer_input", 256)
 DECODER = DecoderFamily(
     {**_FIELDS, "num_key_value_heads": Field("kv_heads", 4)},
     norms=AROUND,
@@ -227,11 +242,15 @@ def _read(config: ConfigReader) -> ModelSpec:
     spec = scaled(config, DECODER.read(config))
     hidden, count = spec.hidden_size, len(spec.blocks)
     activation = of_kind(spec.blocks[0].feed_forward, GatedFeedForward).activation
-    width, rows = none_or_more(config, *_WIDTH), config.integer("vocab_size_per_layer_input", 262144)
+    width, rows = read_fields(_INPUTS, config).values()
     if width and rows < spec.vocab_size:
         raise config.fail("vocab_size_per_layer_input", rows, f"at least vocab_size ({spec.vocab_size})")
     if spec.reused_keys and not width:
-        raise config.fail(_WIDTH[0], 0, "a positive integer: transformers fails with 0 if layers share keys and values")
+        raise config.fail(
+            "hidden_size_per_layer_input",
+            0,
+            "a positive integer: transformers fails with 0 if layers share keys and values",
+        )
     mixture, blocks = _mixture(config, spec), []
     for block in spec.blocks:
         inner: Any = block.feed_forward
@@ -277,7 +296,7 @@ def scaled(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
 def _mixture(config: ConfigReader, spec: ModelSpec) -> MixtureOfExperts | None:
     """Return the mixture of experts that every layer has in addition to its feed-forward, or None."""
     if not config.boolean("enable_moe_block", False):
-        for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        for name in _BESIDE:
             config.raw(name)  # they have no effect then
         return None
     experts, top_k = config.integer("num_experts", most=MOST_EXPERTS), config.integer("top_k_experts")
@@ -299,18 +318,12 @@ def _mixture(config: ConfigReader, spec: ModelSpec) -> MixtureOfExperts | None:
 def _write(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields that describe a model."""
     inners: list[Any] = [block.mixer("feed_forward") for block in spec.blocks]
-    if not any(isinstance(inner, DenseBesideExperts) for inner in inners):
-        return DECODER.write(spec)
-    first = of_kind(inners[0], DenseBesideExperts)
-    dense = [of_kind(inner, DenseBesideExperts).dense for inner in inners]
-    blocks = [block.replaced(feed_forward=inner) for block, inner in zip(spec.blocks, dense, strict=True)]
-    return {
-        **DECODER.write(replace(spec, blocks=tuple(blocks))),
-        "enable_moe_block": True,
-        "num_experts": first.experts,
-        "top_k_experts": first.mixture.top_k,
-        "moe_intermediate_size": first.intermediate_size,
-    }
+    blocks = [
+        block.replaced(feed_forward=inner.dense) if isinstance(inner, DenseBesideExperts) else block
+        for block, inner in zip(spec.blocks, inners, strict=True)
+    ]
+    dense = replace(spec, blocks=tuple(blocks))
+    return {**DECODER.write(dense), **write_tree({**_INPUTS, **_BESIDE}, spec)}
 
 
 def _draw(chosen: Random) -> Config:

@@ -11,20 +11,16 @@ from dataclasses import replace
 from functools import partial
 
 from ...components import BlockScale
-from ..fields import with_defaults, without
+from ..fields import with_defaults
 from ..lenses import Lens
 from ..rope import ROTARY
 from . import gemma4
 from .gemma4 import CAUSAL, LEAVES, OF_TOWERS, UNUSED
 
-_INPUTS = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
-
 _DECODER = replace(
     gemma4.DECODER,
     fields=with_defaults(gemma4.DECODER.fields, context=262144),
-    layers=Lens(
-        partial(gemma4.layers, width=1024), lambda spec: without(gemma4.written(spec), *_INPUTS), gemma4.draw_layers
-    ),
+    layers=Lens(partial(gemma4.layers, width=1024), gemma4.written, gemma4.draw_layers),
 )
 
 GEMMA4_UNIFIED = _DECODER.architecture(

@@ -10,7 +10,7 @@ Source: transformers models/glm4_moe/{configuration,modeling}_glm4_moe.py.
 from ..base import DRAFT_LAYER
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import GROUPED_EXPERTS, SIGMOID_ROUTER, Field, llama_fields
-from ..lenses import after
+from ..places import after
 from ..rope import PART, RotaryKind
 from ..usual import CORRECTION, OF_DRAFTS, ROUTED, mixed_leaves, shared_expert
 

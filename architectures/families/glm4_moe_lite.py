@@ -9,7 +9,7 @@ from ..base import DRAFT_LAYER
 from ..decoder import Mixtures
 from ..fields import SIGMOID_ROUTER, with_defaults
 from ..latent import COMPUTED, LatentDecoder
-from ..lenses import by_type
+from ..places import by_type
 from ..rope import RotaryKind
 from ..usual import OF_DRAFTS
 from .deepseek_v3 import FIELDS, LEAVES

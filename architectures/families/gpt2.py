@@ -7,48 +7,16 @@ the other along the output dimension. The presets of GPT-3 have this architectur
 Source: transformers models/gpt2/{configuration,modeling}_gpt2.py.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from ...components import Attention, FeedForward, LayerNorm, ModelSpec
+from ...components import FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, qkv
-from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
+from ..config import GPT2_ALIASES, OF_GPT2
 from ..decoder import DecoderFamily
-from ..draws import Config, Random, Sizes, sometimes
 from ..fields import BIASED, Field, flag
 from ..layout import Layout
-from ..lenses import Lens
-from ..obstacles import of_kind
+from ..lenses import scaled_by_layer, stated_scale
 
 _FUSED_WEIGHT = Layout("hidden (part heads head_dim)", "(part heads head_dim) hidden", "part", ("1", "1", "1"))
 FUSED_BIAS = Layout("(part heads head_dim)", split="part", parts=("1", "1", "1"))
-
-
-def _conv1d(outputs: str, inputs: str) -> Layout:
-    """Return the layout of a linear layer's weight that is stored as [in, out]. The arguments name the two axes."""
-    return Layout(f"({inputs}) ({outputs})", f"({outputs}) ({inputs})")
-
-
-def _scales(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the factor of the attention scores of each layer."""
-    layers, head_dim = values["layers"], values["head_dim"]
-    scale = head_dim**-0.5 if config.boolean("scale_attn_weights", True) else 1.0
-    by_layer = config.boolean("scale_attn_by_inverse_layer_idx", False)
-    return [{"scale": scale / float(layer + 1) if by_layer else scale} for layer in range(layers)]
-
-
-def _write_scales(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields that `_scales` reads."""
-    first = of_kind(spec.blocks[0].attention, Attention)
-    return {  # `without_rounding` changes scales slightly
-        "scale_attn_weights": math.isclose(first.scale, first.head_dim**-0.5, rel_tol=1e-12),
-        "scale_attn_by_inverse_layer_idx": spec.blocks[-1].attention.scale != first.scale,
-    }
-
-
-def _draw_scales(chosen: Random, _: Sizes) -> Config:
-    return sometimes(chosen, {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True})
 
 
 FIELDS = {
@@ -64,7 +32,10 @@ FIELDS = {
     "tie_word_embeddings": Field("tied", True),
 }
 _DECODER = DecoderFamily(
-    FIELDS,
+    {
+        **FIELDS,
+        "scale_attn_weights": flag("attention.scale", True, None, 1.0)._replace(of=lambda s: stated_scale(s) is None),
+    },
     norm=LayerNorm,
     inner=FeedForward,
     fixed={
@@ -76,20 +47,30 @@ _DECODER = DecoderFamily(
     },
     rotary=None,
     learned=True,
-    layers=Lens(_scales, _write_scales, _draw_scales),
+    layers=scaled_by_layer("scale_attn_by_inverse_layer_idx"),
 )
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."
 ATTENTION = (
     Leaf(_T + "attn.c_attn.weight", qkv("weight"), _FUSED_WEIGHT),
     Leaf(_T + "attn.c_attn.bias", qkv("bias"), FUSED_BIAS),
-    Leaf(_T + "attn.c_proj.weight", _B + "attention.o_proj.weight", _conv1d("hidden", "heads head_dim")),
+    Leaf(
+        _T + "attn.c_proj.weight",
+        _B + "attention.o_proj.weight",
+        Layout("(heads head_dim) hidden", "hidden (heads head_dim)"),
+    ),
     Leaf(_T + "attn.c_proj.bias", _B + "attention.o_proj.bias"),
 )
 FEED_FORWARD = (
-    Leaf(_T + "mlp.c_fc.weight", _B + "feed_forward.up_proj.weight", _conv1d("intermediate", "hidden")),
+    Leaf(
+        _T + "mlp.c_fc.weight", _B + "feed_forward.up_proj.weight", Layout("hidden intermediate", "intermediate hidden")
+    ),
     Leaf(_T + "mlp.c_fc.bias", _B + "feed_forward.up_proj.bias"),
-    Leaf(_T + "mlp.c_proj.weight", _B + "feed_forward.down_proj.weight", _conv1d("hidden", "intermediate")),
+    Leaf(
+        _T + "mlp.c_proj.weight",
+        _B + "feed_forward.down_proj.weight",
+        Layout("intermediate hidden", "hidden intermediate"),
+    ),
     Leaf(_T + "mlp.c_proj.bias", _B + "feed_forward.down_proj.bias"),
 )
 

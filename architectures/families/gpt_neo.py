@@ -45,12 +45,10 @@ def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mappin
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields of the windows."""
-    windows = [block.attention.window for block in spec.blocks]
-    kinds = [_GLOBAL if window is None else _LOCAL for window in windows]
-    pairs, last = divmod(len(kinds), 2)
-    alternate = not last and kinds == [_GLOBAL, _LOCAL] * pairs
+    windows, both = [block.attention.window for block in spec.blocks], [_GLOBAL, _LOCAL]
+    kinds, pairs = [_GLOBAL if window is None else _LOCAL for window in windows], len(windows) // 2
     return {
-        "attention_types": [[[_GLOBAL, _LOCAL], pairs]] if alternate else [[kinds, 1]],
+        "attention_types": [[both, pairs] if kinds == both * pairs else [kinds, 1]],
         "window_size": next((window for window in windows if window is not None), 256),
     }
 

@@ -6,31 +6,13 @@ transformers has no sdpa path for this family.
 Source: transformers models/gpt_neox_japanese/{configuration,modeling}_gpt_neox_japanese.py.
 """
 
-from ...components import FeedForward, LayerNorm, ModelSpec
-from ...errors import CannotExpress
+from ...components import FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, only_eager, qkv
-from ..config import ConfigReader
 from ..decoder import DecoderFamily
-from ..draws import among
-from ..fields import Field
+from ..fields import Field, times_hidden
 from ..lenses import Lens
-from ..obstacles import of_kind
 from ..rope import RotaryKind
 from ..usual import GROUPED_WEIGHT
-
-
-def _width(config: ConfigReader, name: str, default: int) -> int:
-    """Return the width of the feed-forward. In config.json, it is a multiple of the hidden size."""
-    return config.integer(name, default, most=4096) * config.integer("hidden_size", 2560)
-
-
-def _times(spec: ModelSpec) -> int:
-    """Return the width of the feed-forward divided by the hidden size. Raises CannotExpress for a fraction."""
-    width = of_kind(spec.blocks[0].feed_forward, FeedForward).intermediate_size
-    if width % spec.hidden_size:
-        raise CannotExpress(f"the feed-forward's width {width} is not a multiple of the hidden size {spec.hidden_size}")
-    return width // spec.hidden_size
-
 
 _DECODER = DecoderFamily(
     {
@@ -39,7 +21,9 @@ _DECODER = DecoderFamily(
         "num_hidden_layers": Field("layers", 32),
         "num_attention_heads": Field("heads", 32),
         "head_dim": Field("head_dim"),
-        "intermediate_multiple_size": Field("intermediate", 4, _width, of=_times, draw=among(1, 2, 4)),
+        "intermediate_multiple_size": times_hidden(
+            "intermediate", 4, "feed_forward.intermediate_size", "hidden_size", 2560, most=4096
+        ),
         "hidden_act": Field("activation", "gelu"),
         "max_position_embeddings": Field("context", 2048),
         "layer_norm_eps": Field("eps", 1e-5),

@@ -8,44 +8,14 @@ inverse instead, and has an sdpa path too.
 Source: transformers models/gptj/{configuration,modeling}_gptj.py.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
-
-from ...components import Attention, FeedForward, LayerNorm, ModelSpec, Rotary
+from ...components import Attention, FeedForward, LayerNorm, Rotary
 from ..base import leaves_of, only_eager
-from ..config import GPT2_ALIASES, OF_GPT2, ConfigReader
+from ..config import GPT2_ALIASES, OF_GPT2
 from ..decoder import DecoderFamily
-from ..draws import Config, Random, Sizes
 from ..fields import PRE, Field
-from ..lenses import Lens
-from ..obstacles import Kinds, of_kind
+from ..lenses import rotary_dims
+from ..obstacles import Kinds
 from ..releases import since
-
-
-def rotary_dims(rounding: Literal["input", "result", "keys"]) -> Lens:
-    """Return a `Lens` that reads and writes the config field `rotary_dim`.
-
-    The field is the number of elements of a head that RoPE rotates. `rounding` is the value of `Rotary.rounding`.
-    """
-
-    def layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        count, head_dim = values["layers"], values["head_dim"]
-        dim = config.integer("rotary_dim", 64, most=head_dim)
-        if dim % 2:
-            raise config.fail("rotary_dim", dim, "an even number")
-        ways: Mapping[str, Any] = {"pairs": "adjacent", "rounding": rounding, "joined": True, "lie": "by token"}
-        return [{"position": Rotary(dim=dim, base=10_000.0, **ways)}] * count
-
-    def draw(chosen: Random, sizes: Sizes) -> Config:
-        return {"rotary_dim": chosen.choice(range(2, sizes["head_dim"] + 1, 2))}
-
-    return Lens(layers, _written, draw)
-
-
-def _written(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config field that says how many elements of a head RoPE rotates."""
-    return {"rotary_dim": of_kind(spec.blocks[0].attention.position, Rotary).dim}
-
 
 _FIELDS = {
     "vocab_size": Field("vocab", 50400),

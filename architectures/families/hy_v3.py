@@ -10,7 +10,7 @@ Source: transformers models/hy_v3/{configuration,modeling}_hy_v3.py.
 from ..base import DRAFT_LAYER, Stacked
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, MLP_BIAS, SIGMOID_ROUTER, Field, llama_fields
-from ..lenses import by_type
+from ..places import by_type
 from ..rope import RotaryKind
 from ..usual import STACKED, B, T, mixed_leaves, shared_expert
 

@@ -8,7 +8,7 @@ from ..base import Stacked, by_name, leaves_of
 from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import Field, llama_fields
-from ..lenses import by_one_in, by_period
+from ..places import by_one_in, by_period
 from ..recurrences import LINEAR, MAMBA, mamba_leaves, without_attention
 from ..usual import ATTENTION, EMBEDDING, PROJECTIONS, B, T
 from .bamba import ENDS, FEED_FORWARD, NORMS
@@ -23,7 +23,7 @@ _DECODER = DecoderFamily(
     fixed={"attention.position": None, "mixture.normalise": False, "mixture.rounded": True},
     rotary=None,
     recurrent=without_attention(by_period("attn", 8, 4, LINEAR), MAMBA),
-    mixtures=Mixtures(by_one_in("expert", 2, 1, "num_experts", 16)),
+    mixtures=Mixtures(by_one_in("expert", 2, 1), none=1),
 )
 
 _F = T + "feed_forward."

@@ -4,48 +4,18 @@ layers have norms on query and key heads. The final norm has an unusual name.
 Source: transformers models/lfm2/{configuration,modeling}_lfm2.py.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from ..base import Leaf, leaves_of
-from ..config import ConfigReader
 from ..decoder import DecoderFamily
-from ..draws import Config, Random, sometimes
-from ..fields import USUAL, Field, with_defaults
+from ..fields import USUAL, Field, adjusted_width, with_defaults
 from ..layout import Layout
-from ..lenses import by_layer_types
+from ..places import ALL_LAYERS, by_layer_types, listed
 from ..recurrences import CONVOLUTION, without_attention
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, B, T
 
 CONV = "conv"
-
-
-def _attends(config: ConfigReader, layers: int) -> Sequence[bool]:
-    """Return which layers have attention if `layer_types` is absent: those in `full_attn_idxs`, by default all."""
-    full = config.raw("full_attn_idxs")
-    if full is not None and (not isinstance(full, list) or any(type(layer) is not int for layer in full)):
-        raise config.fail("full_attn_idxs", full, "a list of layer numbers")
-    return [full is None or layer in full for layer in range(layers)]
-
-
-def _units(config: ConfigReader, name: str, default: int) -> int:
-    """Return the width of the feed-forward.
-
-    With `block_auto_adjust_ff_dim`, it is two thirds of the stated width, times `block_ffn_dim_multiplier`, rounded up
-    to a multiple of `block_multiple_of`.
-    """
-    stated = config.integer(name, default)
-    of, factor = config.integer("block_multiple_of", 256), config.optional_number("block_ffn_dim_multiplier", 1.0)
-    if not config.boolean("block_auto_adjust_ff_dim", True):
-        return stated
-    units = int(2 * stated / 3)
-    units = units if factor is None else of * -(-int(factor * units) // of)
-    if not 1 <= units < 2**31:
-        raise config.fail(
-            name, stated, f"another value: block_auto_adjust_ff_dim changes this one to {units}, not a valid width"
-        )
-    return units
 
 
 FIELDS = {
@@ -56,20 +26,18 @@ FIELDS = with_defaults(FIELDS, vocab=65536, hidden=2560, kv_heads=8, context=128
 ROPE = RotaryKind(1e6)
 
 
-def _draw(chosen: Random) -> Config:
-    """Return a random config, with or without `block_auto_adjust_ff_dim`; see `_units`."""
-    adjusted = {"block_auto_adjust_ff_dim": False, "block_ffn_dim_multiplier": chosen.choice((0.5, 1.3))}
-    units = {"intermediate_size": chosen.choice((7, 33, 64)), "block_multiple_of": chosen.choice((1, 8, 24))}
-    return {**_DECODER.draw(chosen, {}), **units, **sometimes(chosen, adjusted)}
-
-
 _DECODER = DecoderFamily(
-    {**FIELDS, "intermediate_size": Field("intermediate", 12288, _units), "head_dim": USUAL["head_dim"]},
+    {
+        **FIELDS,
+        **adjusted_width(
+            "intermediate_size", 12288, "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"
+        ),
+        "head_dim": USUAL["head_dim"],
+    },
     head_norms="same",
     fixed={"activation": "silu"},
     rotary=ROPE,
-    recurrent=without_attention(by_layer_types(CONV, _attends), CONVOLUTION),
-    written=lambda _: {"block_auto_adjust_ff_dim": False},
+    recurrent=without_attention(by_layer_types(CONV, listed("full_attn_idxs", ALL_LAYERS).get), CONVOLUTION),
 )
 
 _ATTENTION = {
@@ -114,6 +82,5 @@ _LFM2 = _DECODER.architecture(
     (*leaves_of(EMBEDDING), *MIXERS, *leaves_of(FEED_FORWARD), *NORMS, *ENDS),
     released="2025-07",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    draw=_draw,
     config_aliases={"intermediate_size": ("block_ff_dim",), "tie_word_embeddings": ("tie_embedding",)},
 )

@@ -7,7 +7,7 @@ Source: transformers models/lfm2_moe/{configuration,modeling}_lfm2_moe.py, and c
 from ..base import Leaf, Stacked, by_name, leaves_of
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import USUAL, Field, with_defaults
-from ..lenses import after, by_layer_types
+from ..places import after, by_layer_types
 from ..recurrences import CONVOLUTION, without_attention
 from ..usual import EMBEDDING, B, T
 from . import lfm2

@@ -12,19 +12,21 @@ Source: transformers models/llama4/{configuration,modeling}_llama4.py.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...components import Attention, ModelSpec, RMSNorm, Temperature
+from ...components import ModelSpec, RMSNorm, Temperature
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
-from ..draws import WINDOWS, Config, Random, Sizes, kind_by_layer, some_of, sometimes
-from ..fields import ATTENTION_BIAS, Field, llama_fields
+from ..draws import WINDOWS, Config, Random, Sizes, kind_by_layer, sometimes
+from ..fields import ATTENTION_BIAS, Field, component, llama_fields, of_part, size
 from ..layout import Layout
-from ..lenses import Lens, sparse_layers
-from ..obstacles import of_kind
+from ..lenses import Lens, attentions, write_windows
+from ..places import flagged, listed, nth, others
 from ..rope import RotaryKind
 from ..usual import ATTENTION, EMBEDDING, ENDS, NORMS, B, T
 
-_CHUNK, _GROWTH, _LENGTH = "attention_chunk_size", "attn_scale", "floor_scale"
+_CHUNK, _CHUNKED = "attention_chunk_size", "chunked_attention"
+_SPARSE = listed("moe_layers", nth("interleave_moe_layer_step", 1))
+_TURNING = flagged("no_rope_layers", others(nth("no_rope_layer_interval", 4)), "layers without RoPE", empty=True)
 
 
 def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -32,78 +34,29 @@ def _layers(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping
 
     Layers have RoPE and norms of queries and keys, or neither of them but a `temperature`. Some attend within chunks.
     """
-    count, head_dim = values["layers"], values["head_dim"]
-    every, rope_flags = config.integer("no_rope_layer_interval", 4), config.raw("no_rope_layers")
-    rope_flags = rope_flags or [int((layer + 1) % every != 0) for layer in range(count)]
-    if (
-        not isinstance(rope_flags, list)
-        or len(rope_flags) != count
-        or any(type(switch) is not int for switch in rope_flags)
-    ):
-        raise config.fail("no_rope_layers", rope_flags, f"a list of {count} integers, with 0 for layers without RoPE")
-    types = config.layer_types(
-        ["chunked_attention" if has_rope else "full_attention" for has_rope in rope_flags], "chunked_attention"
-    )
-    chunk = config.optional_integer(_CHUNK, 8192)
+    turning, chunk = _TURNING.get(config, values["layers"]), config.optional_integer(_CHUNK, 8192)
+    types = config.layer_types([_CHUNKED if has_rope else "full_attention" for has_rope in turning], _CHUNKED)
     if chunk is None:
         raise config.fail(_CHUNK, chunk, "a number: transformers builds a chunk mask for every model of this family")
-    norm = RMSNorm(size=head_dim, eps=config.number("rms_norm_eps", 1e-5), gain="none")
-    normed = config.boolean("use_qk_norm", True)
-    growth, length = config.number(_GROWTH, 0.1), config.integer(_LENGTH, 8192)
-    temperature = Temperature(growth=growth, original_context=length, offset=1, counts="tokens")
-    norms = {"q_norm": norm, "k_norm": norm, "norm_order": "after"} if normed else {}
-    bare = {
-        "position": None,
-        **({"temperature": temperature} if config.boolean("attn_temperature_tuning", True) else {}),
-    }
-    sight = {"chunked_attention": {"window": chunk, "chunked": True}, "full_attention": {}}
-    return [{**sight[kind], **(norms if has_rope else bare)} for has_rope, kind in zip(rope_flags, types, strict=True)]
+    norm = RMSNorm(size=values["head_dim"], eps=values["eps"], gain="none")
+    temperature = Temperature(**of_part(values, "temperature"), offset=1, counts="tokens")
+    norms = {"q_norm": norm, "k_norm": norm, "norm_order": "after"} if values["own.normed"] else {}
+    bare = {"position": None, "temperature": temperature if values["own.tempered"] else None}
+    sight = {_CHUNKED: {"window": chunk, "chunked": True}, "full_attention": {}}
+    return [{**sight[kind], **(norms if has_rope else bare)} for has_rope, kind in zip(turning, types, strict=True)]
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields that `_layers` reads."""
-    mixers = [of_kind(block.attention, Attention) for block in spec.blocks]
-    warm = next((mixer.temperature for mixer in mixers if mixer.temperature is not None), None)
-    growth = {} if warm is None else {_GROWTH: warm.growth, _LENGTH: warm.original_context}
-    return {
-        **growth,
-        _CHUNK: next((mixer.window for mixer in mixers if mixer.window is not None), 8192),
-        "layer_types": ["full_attention" if mixer.window is None else "chunked_attention" for mixer in mixers],
-        "no_rope_layers": [int(mixer.position is not None) for mixer in mixers],
-        "use_qk_norm": any(mixer.q_norm is not None for mixer in mixers),
-        "attn_temperature_tuning": warm is not None,
-    }
-
-
-def _sparse(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[bool]:
-    """Return which layers are mixtures: those in `moe_layers`, or else every `interleave_moe_layer_step`-th one."""
-    count = values["layers"]
-    step, listed = config.integer("interleave_moe_layer_step", 1), config.raw("moe_layers")
-    listed = list(range(step - 1, count, step)) if listed is None else listed
-    if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
-        raise config.fail("moe_layers", listed, "a list of layer numbers")
-    return [layer in listed for layer in range(count)]
+    mixers, fields = attentions(spec), write_windows(spec, _CHUNKED, 8192)
+    turning = _TURNING.put([mixer.position is not None for mixer in mixers])
+    return {_CHUNK: fields.pop("sliding_window"), **fields, **turning}
 
 
 def _draw(chosen: Random, sizes: Sizes) -> Config:
-    layers = sizes["layers"]
-    own = {
-        "no_rope_layers": kind_by_layer(chosen, layers, 0, 1),
-        "use_qk_norm": False,
-        "attn_temperature_tuning": False,
-        _GROWTH: 0.4,
-    }
-    types = kind_by_layer(chosen, layers, "full_attention", "chunked_attention")
-    sight = {_CHUNK: chosen.choice(WINDOWS[1:]), _LENGTH: chosen.choice((1, 5, 16))}
-    return {**sight, **sometimes(chosen, {**own, "layer_types": types})}
-
-
-def _draw_sparse(chosen: Random, sizes: Sizes) -> Config:
-    return sometimes(chosen, {"moe_layers": some_of(chosen, range(sizes["layers"]))})
-
-
-def _written_sparse(spec: ModelSpec) -> dict[str, Any]:
-    return {"moe_layers": [layer for layer, sparse in enumerate(sparse_layers(spec)) if sparse]}
+    types = kind_by_layer(chosen, sizes["layers"], "full_attention", _CHUNKED)
+    own = {**_TURNING.draw(chosen, sizes["layers"]), _CHUNK: chosen.choice(WINDOWS[1:])}
+    return {**own, **sometimes(chosen, {"layer_types": types})}
 
 
 _DECODER = DecoderFamily(
@@ -116,6 +69,12 @@ _DECODER = DecoderFamily(
         "attention_bias": ATTENTION_BIAS,
         "num_local_experts": Field("mixture.experts", 16),
         "num_experts_per_tok": Field("mixture.top_k", 1),
+        "use_qk_norm": Field("own.normed", True, of=lambda spec: component(spec, "q_norm") is not None),
+        "attn_temperature_tuning": Field(
+            "own.tempered", True, of=lambda spec: component(spec, "temperature") is not None
+        ),
+        "attn_scale": Field("temperature.growth", 0.1),
+        "floor_scale": size("temperature.original_context", 8192, 1, 5, 16),
     },
     fixed={
         "attention.softmax": "input",
@@ -128,7 +87,7 @@ _DECODER = DecoderFamily(
     },
     rotary=RotaryKind(500_000.0, pairs="adjacent", rounding="complex"),
     layers=Lens(_layers, _written, _draw, frozenset({Temperature})),
-    mixtures=Mixtures(Lens(_sparse, _written_sparse, _draw_sparse), expert={"fused": True, "arithmetic": "conv1d"}),
+    mixtures=Mixtures(_SPARSE, expert={"fused": True, "arithmetic": "conv1d"}),
 )
 
 _FF, _OURS = T + "feed_forward.", B + "feed_forward."

@@ -8,59 +8,55 @@ from typing import Any
 from ...components import Mamba, ModelSpec, RMSNorm
 from ..base import Architecture, leaves_of
 from ..config import ConfigReader
-from ..draws import ODD, VOCAB, Config, Random, sometimes
-from ..fields import Field, draw_fields, read_fields, size, with_defaults, write_fields
+from ..draws import ODD, VOCAB, Config, Random, among, sometimes
+from ..fields import Field, Fields, draw_fields, of_part, read_fields, size, with_defaults, write_tree
 from ..obstacles import of_kind
-from ..recurrences import ALONE, alone, mamba_leaves, norms_of, step_rank, width_of, write_alone
+from ..recurrences import ALONE, alone, mamba_leaves, norms_of, step_rank, width_of
 from ..usual import B
 
 
-def _channels(config: ConfigReader) -> int:
+def _channels(config: ConfigReader, name: str, default: int) -> int:
     """Return the number of channels. `intermediate_size` takes precedence over `expand`, as in transformers' class."""
     if "intermediate_size" not in config.data:
-        return width_of(config, "expand", config.integer("hidden_size", 768))
-    config.integer("expand", 2)  # it has no effect then (falcon-mamba-7b has 16)
+        return width_of(config, name, config.integer("hidden_size", 768))
+    config.integer(name, default)  # it has no effect then (falcon-mamba-7b has 16)
     return config.integer("intermediate_size")
 
 
-_TREE = with_defaults(ALONE, vocab=50280, hidden=768, layers=32)
-_MIXER = {
-    "state_size": size("state_size", 16),
-    "time_step_rank": step_rank(768),
-    "conv_kernel": size("kernel", 4, 1, 2, 5),
-    "hidden_act": Field("activation", "silu"),
-    "use_bias": Field("bias", False),
-    "use_conv_bias": Field("conv_bias", True),
+FIELDS: Fields = {
+    **with_defaults(ALONE, vocab=50280, hidden=768, layers=32),
+    "state_size": size("recurrence.state_size", 16),
+    "time_step_rank": step_rank(768)._replace(role="recurrence.rank"),
+    "conv_kernel": size("recurrence.kernel", 4, 1, 2, 5),
+    "hidden_act": Field("recurrence.activation", "silu"),
+    "use_bias": Field("recurrence.bias", False),
+    "use_conv_bias": Field("recurrence.conv_bias", True),
+    "expand": Field("recurrence.inner", 2, _channels, draw=among(1, 2, 3)),
 }
 
 
-def read(config: ConfigReader, normed: bool = False) -> ModelSpec:
+def read(config: ConfigReader, fields: Fields = FIELDS) -> ModelSpec:
     """Return the ModelSpec that a config describes.
 
-    With `normed`, Mamba's step sizes, b and c have norms without weights.
+    If `fields` has the eps of norms, Mamba's step sizes, b and c have norms without weights.
     """
-    tree, mixer, inner = read_fields(_TREE, config), read_fields(_MIXER, config), _channels(config)
-    own = {"eps": config.number("mixer_rms_eps", 1e-6), "gain": "none"} if normed else {}
-    norms: dict[str, Any] = norms_of(mixer["rank"], mixer["state_size"], **own) if normed else {}
-    return alone(config, tree, Mamba(hidden_size=tree["hidden"], inner=inner, **mixer, **norms))
+    values = read_fields(fields, config)
+    own, eps = of_part(values, "recurrence"), values.get("b_norm.eps")
+    norms: dict[str, Any] = {} if eps is None else norms_of(own["rank"], own["state_size"], eps=eps, gain="none")
+    return alone(config, values, Mamba(hidden_size=values["hidden"], **own, **norms))
 
 
-def write(spec: ModelSpec) -> dict[str, Any]:
+def write(spec: ModelSpec, fields: Fields = FIELDS) -> dict[str, Any]:
     """Return the config fields that `read` reads."""
-    mixer = of_kind(spec.blocks[0].mixer("recurrence"), Mamba)
-    return {
-        **write_alone(spec),
-        **write_fields(_MIXER, mixer),
-        "expand": max(mixer.inner // mixer.hidden_size, 1),
-        **({"intermediate_size": mixer.inner} if mixer.inner % mixer.hidden_size else {}),
-        **({} if mixer.b_norm is None else {"mixer_rms_eps": mixer.b_norm.eps}),
-    }
+    inner, hidden = of_kind(spec.blocks[0].mixer("recurrence"), Mamba).inner, spec.hidden_size
+    channels = {"expand": max(inner // hidden, 1), **({"intermediate_size": inner} if inner % hidden else {})}
+    return {**write_tree(fields, spec), **channels}
 
 
-def draw(chosen: Random) -> Config:
+def draw(chosen: Random, fields: Fields = FIELDS) -> Config:
     """Return a random legal config."""
-    channels = {"expand": chosen.choice((1, 2, 3)), **sometimes(chosen, {"intermediate_size": chosen.choice(ODD)})}
-    return {**draw_fields(_TREE, chosen, {"vocab": VOCAB}), **draw_fields(_MIXER, chosen, {}), **channels}
+    channels = sometimes(chosen, {"intermediate_size": chosen.choice(ODD)})
+    return {**draw_fields(fields, chosen, {"vocab": VOCAB}), **channels}
 
 
 _T = "backbone.layers.{layer}."
@@ -76,7 +72,6 @@ IRRELEVANT = {
 }
 FAMILY: dict[str, Any] = {
     "kinds": frozenset({Mamba, RMSNorm}),
-    "write": write,
     "leaves": (
         *leaves_of({"backbone.embeddings": "embedding"}),
         *leaves_of({_T + "norm": B + "recurrence_norm"}),
@@ -95,6 +90,7 @@ _MAMBA = Architecture(
     hf_class="MambaForCausalLM",
     hf_config="MambaConfig",
     read=read,
+    write=write,
     draw=draw,
     released="2023-12",
     aliases=(("backbone.embedding.weight", "backbone.embeddings.weight"),),

@@ -9,31 +9,23 @@ from ...components import Mamba2, ModelSpec, RMSNorm
 from ..base import Architecture, leaves_of, only_eager
 from ..config import ConfigReader
 from ..draws import ODD, VOCAB, Config, Random, divisor, sometimes
-from ..fields import Field, draw_fields, read_fields, size, with_defaults, write_fields
+from ..fields import Field, draw_fields, of_part, read_fields, size, times_hidden, with_defaults, write_tree
 from ..obstacles import of_kind
-from ..recurrences import (
-    ALONE,
-    alone,
-    draw_limits,
-    limits,
-    mamba2_leaves,
-    multiple_of_hidden,
-    write_alone,
-    write_limits,
-)
+from ..recurrences import ALONE, alone, draw_limits, limits, mamba2_leaves, write_limits
 from ..usual import B
 
-_TREE = with_defaults(ALONE, vocab=32768, hidden=4096, layers=64, tied=False)
-_MIXER = {
-    "num_heads": Field("heads", 128),
-    "head_dim": Field("head_dim", 64),
-    "n_groups": Field("groups", 8),
-    "state_size": size("state_size", 128),
-    "conv_kernel": size("kernel", 4, 1, 2, 4, 5),
-    "chunk_size": size("chunk", 256, 1, 3, 8, 64),
-    "hidden_act": Field("activation", "silu"),
-    "use_bias": Field("bias", False),
-    "use_conv_bias": Field("conv_bias", True),
+_FIELDS = {
+    **with_defaults(ALONE, vocab=32768, hidden=4096, layers=64, tied=False),
+    "num_heads": Field("recurrence.heads", 128),
+    "head_dim": Field("recurrence.head_dim", 64),
+    "n_groups": Field("recurrence.groups", 8),
+    "state_size": size("recurrence.state_size", 128),
+    "conv_kernel": size("recurrence.kernel", 4, 1, 2, 4, 5),
+    "chunk_size": size("recurrence.chunk", 256, 1, 3, 8, 64),
+    "hidden_act": Field("recurrence.activation", "silu"),
+    "use_bias": Field("recurrence.bias recurrence.output_bias", False),
+    "use_conv_bias": Field("recurrence.conv_bias", True),
+    "expand": times_hidden("own.inner", 2, "recurrence.inner", "hidden_size", 4096),
 }
 _STARTS = dict.fromkeys(
     ("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "rescale_prenorm_residual"),
@@ -43,22 +35,20 @@ _STARTS = dict.fromkeys(
 
 def _read(config: ConfigReader) -> ModelSpec:
     """Return the ModelSpec that a config.json describes."""
-    tree, mixer, expand = read_fields(_TREE, config), read_fields(_MIXER, config), config.integer("expand", 2)
-    heads, width, groups, hidden = mixer["heads"], mixer["head_dim"], mixer["groups"], tree["hidden"]
-    if heads * width != hidden * expand:
-        raise config.fail("num_heads", heads, f"expand · hidden_size / head_dim ({hidden * expand} / {width})")
+    values = read_fields(_FIELDS, config)
+    mixer, inner, hidden = of_part(values, "recurrence"), values["own.inner"], values["hidden"]
+    heads, width, groups = mixer["heads"], mixer["head_dim"], mixer["groups"]
+    if heads * width != inner:
+        raise config.fail("num_heads", heads, f"expand · hidden_size / head_dim ({inner} / {width})")
     if heads % groups:
         raise config.fail("n_groups", groups, f"a divisor of num_heads ({heads})")
-    norm = RMSNorm(size=heads * width, eps=tree["eps"], groups=groups)
-    own = {"norm": norm, "output_bias": mixer["bias"], **limits(config)}
-    return alone(config, tree, Mamba2(hidden_size=hidden, **mixer, **own))
+    norm = RMSNorm(size=inner, eps=values["final_norm.eps"], groups=groups)
+    return alone(config, values, Mamba2(hidden_size=hidden, norm=norm, **mixer, **limits(config)))
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields that describe a model."""
-    mixer = of_kind(spec.blocks[0].mixer("recurrence"), Mamba2)
-    own = {"expand": multiple_of_hidden(mixer), **write_fields(_MIXER, mixer), **write_limits(mixer)}
-    return {**write_alone(spec), **own}
+    return {**write_tree(_FIELDS, spec), **write_limits(of_kind(spec.blocks[0].mixer("recurrence"), Mamba2))}
 
 
 def _draw(chosen: Random) -> Config:
@@ -68,9 +58,11 @@ def _draw(chosen: Random) -> Config:
     """
     expand, width, heads = chosen.choice((1, 2, 3)), chosen.choice(ODD), chosen.choice((1, 2, 4, 6, 9))
     expand = expand if heads * width % expand == 0 else 1
-    tree = {**draw_fields(_TREE, chosen, {"vocab": VOCAB}), "hidden_size": heads * width // expand}
-    mixer = draw_fields(_MIXER, chosen, {"heads": heads, "head_dim": width, "groups": divisor(chosen, heads)})
-    return {**tree, **mixer, "expand": expand, **sometimes(chosen, {"time_step_limit": draw_limits(chosen)})}
+    mixer = {"heads": heads, "head_dim": width, "groups": divisor(chosen, heads)}
+    sizes = {"vocab": VOCAB, **{f"recurrence.{name}": value for name, value in mixer.items()}}
+    own = {"hidden_size": heads * width // expand, "expand": expand}
+    limited = sometimes(chosen, {"time_step_limit": draw_limits(chosen)})
+    return {**draw_fields(_FIELDS, chosen, sizes), **own, **limited}
 
 
 _T = "backbone.layers.{layer}."

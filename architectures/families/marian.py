@@ -16,9 +16,8 @@ from ..base import Leaf
 from ..config import ConfigReader
 from ..encoder_decoder import OF_BOTH, EncoderDecoder
 from ..obstacles import of_kind
-from .bart import OF_BART, leaves, stack, with_bias, without_bias
+from .bart import OF_BART, leaves, stack
 
-BASE = "MarianModel"
 _SHARED = "share_encoder_decoder_embeddings"
 
 SINES: dict[str, Any] = {"positions": {"made": "float64"}, "table": SinusoidalPositions}
@@ -38,7 +37,9 @@ def _sines(spec: ModelSpec) -> Any:
 TABLES = {f"model.{stack}.embed_positions.weight": _sines for stack in ("encoder", "decoder")}
 """The names of both stacks' tables of positions in files -> the function that computes them."""
 
-_STACKS = EncoderDecoder(stack("encoder", tokens=58101, **SINES), stack("decoder", tokens=58101, **SINES))
+_STACKS = EncoderDecoder(
+    stack("encoder", tokens=58101, **SINES), stack("decoder", tokens=58101, **SINES), headless="MarianModel"
+)
 
 
 def _read(config: ConfigReader) -> ModelSpec:
@@ -91,8 +92,8 @@ MARIAN = _STACKS.architecture(
     _leaves(),
     released="2020-05",
     hf_config="MarianConfig",
-    read=with_bias(_read, BASE),
-    write=without_bias(_write, BASE),
+    read=_read,
+    write=_write,
     draw=lambda chosen: {**_STACKS.draw(chosen), "decoder_start_token_id": 0},
     token_ids={"eos_token_id": 0, "pad_token_id": 58100},
     refused=OF_BOTH,

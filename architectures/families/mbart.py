@@ -5,19 +5,17 @@ Source: transformers models/mbart/{configuration,modeling}_mbart.py.
 
 from ..encoder_decoder import OF_BOTH, EncoderDecoder
 from ..fields import PRE
-from .bart import OF_BART, leaves, stack, with_bias, without_bias
+from .bart import OF_BART, leaves, stack
 
-BASE = "MBartModel"
-
-_STACKS = EncoderDecoder(stack("encoder", norms=PRE), stack("decoder", norms=PRE), first_norm=True)
+_STACKS = EncoderDecoder(
+    stack("encoder", norms=PRE), stack("decoder", norms=PRE), first_norm=True, headless="MBartModel"
+)
 
 MBART = _STACKS.architecture(
     "mbart",
     "MBartForConditionalGeneration",
     leaves("norm", {"layernorm_embedding": "first_norm", "layer_norm": "final_norm"}),
     released="2020-01",
-    read=with_bias(_STACKS.read, BASE),
-    write=without_bias(_STACKS.write, BASE),
     token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
     refused=OF_BOTH,
     **OF_BART,

@@ -8,7 +8,8 @@ Source: transformers models/mellum/{configuration,modeling}_mellum.py.
 
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, Field, llama_fields
-from ..lenses import by_type, rope_by_kind, sliding
+from ..lenses import rope_by_kind, sliding
+from ..places import by_type
 from ..rope import RotaryKind
 from ..usual import ROUTED, mixed_leaves
 

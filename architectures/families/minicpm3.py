@@ -5,43 +5,40 @@ Source: transformers models/minicpm3/{configuration,modeling}_minicpm3.py.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from ...components import ModelSpec
 from ..config import ConfigReader
-from ..draws import ODD, Config, Random, sometimes
+from ..draws import ODD, among
 from ..fields import MLP_BIAS, Field, with_defaults
 from ..latent import KNOWN, LATENT_FIELDS, LATENT_LEAVES, LatentDecoder
 
 
-def _read(config: ConfigReader) -> ModelSpec:
-    """Return the ModelSpec that a config.json describes. If a field is null, it is computed from other sizes."""
-    layers, hidden = config.layers("num_hidden_layers", 62), config.integer("hidden_size", 2560)
-    value_dim = config.optional_integer("v_head_dim")
-    if value_dim is None:
-        value_dim = hidden // config.integer("num_attention_heads", 40)
-    if not value_dim:
+def _value_dim(config: ConfigReader, name: str, _: None) -> int:
+    """Read the width of a value head. If it is null, the heads together are as wide as the hidden states."""
+    hidden, heads = config.integer("hidden_size", 2560), config.integer("num_attention_heads", 40)
+    width = config.optional_integer(name) or hidden // heads
+    if not width:
         raise config.fail("hidden_size", hidden, "at least num_attention_heads, since v_head_dim is null")
-    depth, base = config.raw("scale_depth", 1.4), config.optional_integer("dim_model_base", 256)
-    depth = math.sqrt(layers) if depth is None else config.number("scale_depth", 1.4)
-    return _DECODER.read(
-        config,
-        attention__value_dim=value_dim,
-        branch__multiplier=depth / math.sqrt(layers),
-        head__multiplier=1 / (hidden / (hidden if base is None else base)),
-    )
+    return width
 
 
-def _written(spec: ModelSpec) -> Mapping[str, Any]:
-    """Return the config fields of the multipliers and of the width of a value head."""
+def _branches(config: ConfigReader, name: str, default: float) -> float:
+    """Read the factor of branches. In config.json, it is multiplied by the root of the number of layers."""
+    root = math.sqrt(config.layers("num_hidden_layers", 62))
+    return (root if config.raw(name, default) is None else config.number(name, default)) / root
+
+
+def _scale_depth(spec: ModelSpec) -> float:
+    """Return the shortest number for which `_branches` gives the factor of the tree."""
     root, multiplier = math.sqrt(len(spec.blocks)), spec.blocks[0].sublayers[0].multiplier
     tried = (float(f"{multiplier * root:.{digits}g}") for digits in range(1, 18))
-    return {
-        "v_head_dim": spec.blocks[0].attention.value_dim,  # type: ignore[union-attr]
-        "scale_depth": next((scale for scale in tried if scale / root == multiplier), multiplier * root),
-        "dim_model_base": max(round(spec.has_head().multiplier * spec.hidden_size), 1),
-    }
+    return next((scale for scale in tried if scale / root == multiplier), multiplier * root)
+
+
+def _logits(config: ConfigReader, name: str, default: int) -> float:
+    """Read the factor of the logits. In config.json, it is multiplied by the hidden size."""
+    hidden, base = config.integer("hidden_size", 2560), config.optional_integer(name, default)
+    return 1 / (hidden / (hidden if base is None else base))
 
 
 _DECODER = LatentDecoder(
@@ -61,20 +58,23 @@ _DECODER = LatentDecoder(
             qk_nope_head_dim=64,
             qk_rope_head_dim=32,
         ),
+        "v_head_dim": Field("attention.value_dim", None, _value_dim, draw=among(None, *ODD)),
         "scale_emb": Field("embedding.multiplier", 12.0),
+        "scale_depth": Field("branch.multiplier", 1.4, _branches, of=_scale_depth, draw=among(None, 1.4, 2)),
+        "dim_model_base": Field(
+            "head.multiplier",
+            256,
+            _logits,
+            of=lambda spec: max(round(spec.has_head().multiplier * spec.hidden_size), 1),
+            draw=among(None, 7, 256),
+        ),
         "mlp_bias": MLP_BIAS,
     },
     fixed={"embedding.scaling": "rounded", "head.scaling": "divide states"},
     kv_heads=40,
     whole_heads=True,
     interleaved=False,
-    written=_written,
 )
-
-
-def _draw(chosen: Random) -> Config:
-    scales = {"scale_depth": chosen.choice((None, 1.4, 2)), "dim_model_base": chosen.choice((None, 7, 256))}
-    return {**_DECODER.draw(chosen, {}), **sometimes(chosen, scales), "v_head_dim": chosen.choice((None, *ODD))}
 
 
 _MINICPM3 = _DECODER.architecture(
@@ -83,7 +83,5 @@ _MINICPM3 = _DECODER.architecture(
     LATENT_LEAVES,
     released="2024-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    read=_read,
-    draw=_draw,
     irrelevant={**KNOWN, "logits_scaling": "computed from hidden_size and dim_model_base"},
 )

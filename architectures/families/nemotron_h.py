@@ -6,7 +6,6 @@ Conversions keep the tensors of `mtp.`, which draft tokens.
 Source: transformers models/nemotron_h/{configuration,modeling}_nemotron_h.py.
 """
 
-from collections import ChainMap
 from functools import partial
 from typing import Any
 
@@ -27,50 +26,51 @@ from ...components import (
 from ..base import Architecture, Leaf, Stacked, by_name, leaves_of
 from ..config import MAX_LAYERS, ConfigReader
 from ..draws import ROWS, TABLE, VOCAB, Config, Random, among, divisor, grouped_heads, kind_by_layer
-from ..fields import Field, Fields, draw_fields, name_of, read_fields, size, without, write_fields
-from ..obstacles import of_kind
+from ..fields import Field, draw_fields, of_part, read_fields, size, write_tree
 from ..recurrences import LINEAR, least_step, mamba2_leaves
 from ..releases import since
 from ..usual import B
 
 _KINDS = {"M": LINEAR, "*": "full_attention", "-": "mlp", "E": "moe"}  # older files have a letter per layer
-_TREE = {
+_NAMES = {Mamba2: LINEAR, Attention: "full_attention", FeedForward: "mlp", MixtureOfExperts: "moe"}
+_FIELDS = {
+    "layers_block_type": Field(
+        "own.types",
+        None,
+        ConfigReader.raw,
+        of=lambda spec: [_NAMES[type(block.sublayers[0].mixer)] for block in spec.blocks],
+    ),
     "hidden_size": Field("hidden", 4096, draw=among(*ROWS)),
     "vocab_size": Field("vocab", 131072),
-    "layer_norm_epsilon": Field("eps", 1e-5),
+    "layer_norm_epsilon": Field("final_norm.eps", 1e-5),
     "max_position_embeddings": Field("context", 4096),
-}
-_MAMBA = {
-    "mamba_num_heads": Field("heads", 128),
-    "mamba_head_dim": size("head_dim", 64),
-    "n_groups": Field("groups", 8),
-    "ssm_state_size": size("state_size", 128),
-    "conv_kernel": size("kernel", 4, 1, 2, 4, 5),
-    "chunk_size": size("chunk", 128, 1, 3, 8, 64),
-    "mamba_hidden_act": Field("activation", "silu"),
-    "use_bias": Field("bias", False),
-    "use_conv_bias": Field("conv_bias", True),
-    "time_step_min": Field("least", 0.001, least_step, draw=among(0.001, 0.3)),
-}
-_ATTENTION = {
-    "num_attention_heads": Field("heads", 32),
-    "num_key_value_heads": Field("kv_heads", 8),
-    "head_dim": size("head_dim", 128),
-}
-_FEED_FORWARD = {
-    "intermediate_size": size("intermediate_size", 21504, 1, 7, 33, 64),
-    "mlp_hidden_act": Field("activation", "relu2"),
-    "mlp_bias": Field("up_bias", False),
+    "mamba_num_heads": Field("recurrence.heads", 128),
+    "mamba_head_dim": size("recurrence.head_dim", 64),
+    "n_groups": Field("recurrence.groups", 8),
+    "ssm_state_size": size("recurrence.state_size", 128),
+    "conv_kernel": size("recurrence.kernel", 4, 1, 2, 4, 5),
+    "chunk_size": size("recurrence.chunk", 128, 1, 3, 8, 64),
+    "mamba_hidden_act": Field("recurrence.activation", "silu"),
+    "use_bias": Field("recurrence.bias recurrence.output_bias", False),
+    "use_conv_bias": Field("recurrence.conv_bias", True),
+    "time_step_min": Field("recurrence.least", 0.001, least_step, draw=among(0.001, 0.3)),
+    "num_attention_heads": Field("attention.heads", 32),
+    "num_key_value_heads": Field("attention.kv_heads", 8),
+    "head_dim": size("attention.head_dim", 128),
+    "intermediate_size": size("dense.intermediate_size", 21504, 1, 7, 33, 64),
+    "mlp_hidden_act": Field("feed_forward.activation", "relu2"),
+    "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
 }
 _MIXTURE = {
-    "n_routed_experts": Field("experts", 8, partial(ConfigReader.integer, most=MOST_EXPERTS)),
-    "num_experts_per_tok": Field("top_k", 2),
-    "n_group": Field("groups", 1),
-    "topk_group": Field("top_groups", 1),
-    "moe_intermediate_size": size("intermediate_size", 7688, *ROWS),
-    "moe_shared_expert_intermediate_size": size("shared_size", 7688, 8, 40),
-    "norm_topk_prob": Field("normalise", True),
-    "routed_scaling_factor": Field("multiplier", 1.0),
+    "n_routed_experts": Field("mixture.experts", 8, partial(ConfigReader.integer, most=MOST_EXPERTS)),
+    "num_experts_per_tok": Field("mixture.top_k", 2, ConfigReader.integer),
+    "n_group": Field("mixture.groups", 1),
+    "topk_group": Field("mixture.top_groups", 1),
+    "moe_intermediate_size": size("mixture.intermediate_size", 7688, *ROWS),
+    "moe_shared_expert_intermediate_size": size("mixture.shared_size", 7688, 8, 40),
+    "norm_topk_prob": Field("mixture.normalise", True),
+    "routed_scaling_factor": Field("mixture.multiplier", 1.0),
+    "moe_latent_size": Field("latent.width", None, ConfigReader.optional_integer, draw=among(None)),
 }
 
 
@@ -96,7 +96,8 @@ def _types(config: ConfigReader) -> list[str]:
 
 def _mixture(config: ConfigReader, hidden: int, inner: dict[str, Any]) -> MixtureOfExperts:
     """Return the mixture of experts. `inner` has the fields of the dense feed-forward, except its width."""
-    own, width = read_fields(_MIXTURE, config), config.optional_integer("moe_latent_size")
+    values = read_fields(_MIXTURE, config)
+    own, width = of_part(values, "mixture"), values["latent.width"]
     plain = {**inner, "up_bias": False, "down_bias": False}
     plain |= {} if width is None else {"hidden_size": width, "inside": True}
     expert = FeedForward(intermediate_size=own.pop("intermediate_size"), **plain)
@@ -118,60 +119,40 @@ def _mixture(config: ConfigReader, hidden: int, inner: dict[str, Any]) -> Mixtur
 
 def _read(config: ConfigReader) -> ModelSpec:
     """Return the ModelSpec that a config.json describes."""
-    types, tree, mamba = _types(config), read_fields(_TREE, config), read_fields(_MAMBA, config)
-    attention, inner = read_fields(_ATTENTION, config), read_fields(_FEED_FORWARD, config)
-    hidden, eps, units = tree["hidden"], tree["eps"], inner.pop("intermediate_size")
+    types, values = _types(config), read_fields(_FIELDS, config)
+    mamba, attention, inner = (of_part(values, part) for part in ("recurrence", "attention", "feed_forward"))
+    hidden, eps = values["hidden"], values["final_norm.eps"]
     if mamba["heads"] % mamba["groups"]:
         raise config.fail("n_groups", mamba["groups"], f"a divisor of mamba_num_heads ({mamba['heads']})")
-    inner |= {"hidden_size": hidden, "down_bias": inner["up_bias"]}
-    for name in (*_MIXTURE, "moe_latent_size"):
+    inner["hidden_size"] = hidden
+    for name in _MIXTURE:
         config.raw(name)  # transformers also writes these fields if no layer has experts, and then ignores their values
     norm = RMSNorm(size=mamba["heads"] * mamba["head_dim"], eps=eps, groups=mamba["groups"])
     mixers: dict[str, Any] = {
-        LINEAR: Mamba2(hidden_size=hidden, norm=norm, output_bias=mamba["bias"], **mamba),
+        LINEAR: Mamba2(hidden_size=hidden, norm=norm, **mamba),
         "full_attention": Attention(
             hidden_size=hidden, scale=attention["head_dim"] ** -0.5, position=None, **attention
         ),
-        "mlp": FeedForward(intermediate_size=units, **inner),
+        "mlp": FeedForward(intermediate_size=values["dense.intermediate_size"], **inner),
         "moe": _mixture(config, hidden, inner) if "moe" in types else None,
     }
     norm = RMSNorm(size=hidden, eps=eps, cast="after_weight")
     blocks = {kind: Block(sublayers=(SubLayer(mixer=mixers[kind], norm=norm),)) for kind in {*types}}
     return ModelSpec(
-        embedding=Embedding(vocab_size=tree["vocab"], hidden_size=hidden),
+        embedding=Embedding(vocab_size=values["vocab"], hidden_size=hidden),
         blocks=tuple(blocks[kind] for kind in types),
         final_norm=norm,
-        head=Head(vocab_size=tree["vocab"], hidden_size=hidden),
-        context_length=tree["context"],
+        head=Head(vocab_size=values["vocab"], hidden_size=hidden),
+        context_length=values["context"],
     )
-
-
-_PARTS: dict[type, tuple[str, Fields]] = {
-    Mamba2: (LINEAR, _MAMBA),
-    Attention: ("full_attention", _ATTENTION),
-    FeedForward: ("mlp", _FEED_FORWARD),
-    MixtureOfExperts: ("moe", _MIXTURE),
-}
-"""The kinds of mixers -> their name as a layer type in config.json, and the config fields of the mixer."""
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields that describe a model."""
-    mixers, fields = [block.sublayers[0].mixer for block in spec.blocks], dict[str, Any]()
-    for mixer in mixers:
-        fields |= write_fields(_PARTS[type(mixer)][1], mixer)
-        if isinstance(mixer, MixtureOfExperts):
-            fields |= {} if mixer.latent is None else {"moe_latent_size": mixer.latent.width}
-            shared = write_fields(_FEED_FORWARD, of_kind(mixer.shared, FeedForward))
-            fields |= {**without(shared, "intermediate_size"), "mlp_hidden_act": name_of(mixer.expert.activation)}
-    return {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "layers_block_type": [_PARTS[type(mixer)][0] for mixer in mixers],
-        "layer_norm_epsilon": of_kind(spec.final_norm, RMSNorm).eps,
-        **({} if spec.context_length is None else {"max_position_embeddings": spec.context_length}),
-        **fields,
-    }
+    mixers = {type(block.sublayers[0].mixer): block.sublayers[0].mixer for block in spec.blocks}
+    dense, mixture = mixers.get(FeedForward), mixers.get(MixtureOfExperts)
+    parts = {"dense": dense, "feed_forward": dense or getattr(mixture, "shared", None), "mixture": mixture}
+    return write_tree({**_FIELDS, **_MIXTURE}, spec, parts)
 
 
 def _draw(chosen: Random) -> Config:
@@ -180,14 +161,17 @@ def _draw(chosen: Random) -> Config:
     letters.insert(chosen.randrange(len(letters) + 1), "*")
     (queries, kv_heads), heads = grouped_heads(chosen), chosen.choice((1, 2, 4, 6, 9))
     count = chosen.choice((2, 3, 5))
-    drawn = [
-        draw_fields(_TREE, chosen, {"vocab": VOCAB, "context": TABLE}),
-        draw_fields(_MAMBA, chosen, {"heads": heads, "groups": divisor(chosen, heads)}),
-        draw_fields(_ATTENTION, chosen, {"heads": queries, "kv_heads": kv_heads}),
-        draw_fields(_FEED_FORWARD, chosen, {}),
-        draw_fields(_MIXTURE, chosen, {"experts": count, "top_k": chosen.randint(1, count)}),
-    ]
-    return {"hybrid_override_pattern": "".join(letters), **dict(ChainMap(*drawn))}
+    sizes = {
+        "vocab": VOCAB,
+        "context": TABLE,
+        "recurrence.heads": heads,
+        "recurrence.groups": divisor(chosen, heads),
+        "attention.heads": queries,
+        "attention.kv_heads": kv_heads,
+        "mixture.experts": count,
+        "mixture.top_k": chosen.randint(1, count),
+    }
+    return {"hybrid_override_pattern": "".join(letters), **draw_fields({**_FIELDS, **_MIXTURE}, chosen, sizes)}
 
 
 _T = "backbone.layers.{layer}."

@@ -8,49 +8,14 @@ checkpoint has windows.
 Source: transformers models/qwen2_moe/{configuration,modeling}_qwen2_moe.py, and conversion_mapping.py.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from ...components import ModelSpec
-from ..config import ConfigReader
 from ..decoder import DecoderFamily, Mixtures
-from ..draws import Config, Random, Sizes
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
-from ..lenses import Lens, by_step, draw_windows, write_windows_above
+from ..lenses import switched
+from ..places import alternate_below, by_step
 from ..usual import ROUTED, B, T, mixed_leaves, shared_expert
 from . import qwen2
 
 FIELDS = with_defaults(qwen2.FIELDS, hidden=2048, intermediate=5632, layers=24, heads=16)
-
-
-def _windows(config: ConfigReader, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the window of every layer, from `layer_types`.
-
-    By default, every other layer below `max_window_layers` has one.
-    """
-    layers = values["layers"]
-    on, below = config.boolean("use_sliding_window", False), config.raw("max_window_layers", 28)
-    off = not on and config.raw("sliding_window") == 0  # transformers writes this
-    stated = None if off else config.optional_integer("sliding_window", 4096)
-    window = stated if on else None
-    if type(below) is not int or below < 0:
-        raise config.fail("max_window_layers", below, "an integer of at least 0")
-    sliding = [window is not None and (layer + 1) % 2 == 1 and layer < below for layer in range(layers)]
-    types = config.layer_types(["sliding_attention" if has_window else "full_attention" for has_window in sliding])
-    if window is None and "sliding_attention" in types:
-        raise config.fail("layer_types", list(types), "full_attention for every layer, since no sliding window is set")
-    return [{"window": window if kind == "sliding_attention" else None} for kind in types]
-
-
-def _write_windows(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields that `_windows` reads."""
-    return {**write_windows_above(spec), "max_window_layers": len(spec.blocks)}
-
-
-def _draw(chosen: Random, sizes: Sizes) -> Config:
-    below = {"max_window_layers": chosen.randint(0, sizes["layers"])}
-    return chosen.choice(({}, {"use_sliding_window": True, **draw_windows(chosen, sizes), **below}))
-
 
 _DECODER = DecoderFamily(
     {
@@ -63,7 +28,7 @@ _DECODER = DecoderFamily(
         "norm_topk_prob": Field("mixture.normalise", False),
     },
     fixed={**ROUNDED_ROUTER, "mixture.shared_gate": True},
-    layers=Lens(_windows, _write_windows, _draw),
+    layers=switched(alternate_below("max_window_layers", 28), zero=True),
     mixtures=Mixtures(by_step()),
 )
 

@@ -5,7 +5,7 @@ Source: transformers models/qwen3_moe/{configuration,modeling}_qwen3_moe.py.
 
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ATTENTION_BIAS, ROUNDED_ROUTER, WINDOW, Field, with_defaults
-from ..lenses import by_step
+from ..places import by_step
 from ..usual import ROUTED, mixed_leaves
 from . import qwen2
 

@@ -9,7 +9,7 @@ Source: transformers models/qwen3_next/{configuration,modeling}_qwen3_next.py.
 
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import ROUNDED_ROUTER, Field, with_defaults
-from ..lenses import by_step
+from ..places import by_step
 from ..recurrences import DELTA_LEAVES, GATED, GATED_BIAS, GATED_MIXTURE, JOINED_PROJECTIONS, PARTLY, delta_nets
 from ..usual import mixed_leaves
 from . import qwen2

@@ -8,19 +8,18 @@ Source: transformers models/recurrent_gemma/{configuration,modeling}_recurrent_g
 
 import struct
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from ...components import RGLRU, Attention, ModelSpec
-from ...errors import CannotExpress
+from ...components import RGLRU
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import DecoderFamily
-from ..draws import ODD, WINDOWS, Config, Random, Sizes, among, kind_by_layer
-from ..fields import USUAL, Field, with_defaults
+from ..draws import ODD, WINDOWS, Config, Random, among, kind_by_layer
+from ..fields import USUAL, Field, draw_fields, read_fields, size, with_defaults, write_fields
 from ..layout import Layout
-from ..lenses import Lens
-from ..obstacles import of_kind
-from ..recurrences import LINEAR
+from ..places import Places
+from ..recurrences import LINEAR, MixerFields, without_attention
 from ..rope import PART, RotaryKind
 from ..usual import EMBEDDING, B, T
 from .gemma import GEMMA_IDS
@@ -46,54 +45,50 @@ def _root(values: Mapping[str, Any]) -> float:
     return float(rounded)
 
 
-def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[RGLRU | None]:
-    """Return the recurrence of every layer without attention, and None for layers with attention.
+def _places(config: ConfigReader, layers: int) -> list[bool]:
+    """Return which layers have attention.
 
     The config field `block_types` is a pattern, which is repeated until there is a type for every layer.
     """
-    names, count = config.raw("block_types", [_RECURRENT, _RECURRENT, _WHOLE]), values["layers"]
+    names = config.raw("block_types", [_RECURRENT, _RECURRENT, _WHOLE])
     known = isinstance(names, list) and all(name in (_RECURRENT, _WHOLE) for name in names)
-    types = (names * 100)[:count] if known else []
-    if len(types) < count or _WHOLE not in types:
+    types = (names * 100)[:layers] if known else []
+    if len(types) < layers or _WHOLE not in types:
         wanted = f"a list of {_RECURRENT!r} and {_WHOLE!r}, which is repeated, with attention in one of the layers"
         raise config.fail("block_types", names, wanted)
-    if config.kinds_of_layers() not in (
-        None,
-        [LINEAR if kind == _RECURRENT else "sliding_attention" for kind in types],
-    ):
+    alike = [LINEAR if kind == _RECURRENT else "sliding_attention" for kind in types]
+    if config.kinds_of_layers() not in (None, alike):
         raise config.fail("layer_types", config.raw("layer_types"), "the layer types that follow from block_types")
-    hidden, heads = values["hidden"], values["heads"]
-    width = config.optional_integer("lru_width")
+    return [kind == _WHOLE for kind in types]
+
+
+def _draw_places(chosen: Random, layers: int) -> Config:
+    blocks = [*kind_by_layer(chosen, layers - 1, _RECURRENT, _WHOLE), _WHOLE]
+    return {"block_types": chosen.sample(blocks, len(blocks))}
+
+
+_PLACES = Places(
+    _places, lambda whole: {"block_types": [_WHOLE if is_whole else _RECURRENT for is_whole in whole]}, _draw_places
+)
+_FIELDS = {"conv1d_width": size("kernel", 4, 1, 2, 4, 5)}
+
+
+def _mixer(config: ConfigReader, values: Mapping[str, Any]) -> RGLRU:
+    """Return the recurrence of layers without attention."""
+    hidden, heads, width = values["hidden"], values["heads"], config.optional_integer("lru_width")
     if width not in (None, hidden):
         raise config.fail("lru_width", width, f"hidden_size ({hidden}): with another width, transformers fails")
     if hidden % heads:
         raise config.fail(
             "hidden_size", hidden, f"a multiple of num_attention_heads ({heads}), which is also the number of gates"
         )
-    kernel = config.integer("conv1d_width", 4)
-    mixer = RGLRU(hidden_size=hidden, inner=hidden, heads=heads, kernel=kernel, activation=values["activation"])
-    return [mixer if kind == _RECURRENT else None for kind in types]
+    own = read_fields(_FIELDS, config)
+    return RGLRU(hidden_size=hidden, inner=hidden, heads=heads, activation=values["activation"], **own)
 
 
-def _written(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config fields that `_recurrences` reads."""
-    mixers = [block.mixer("recurrence") for block in spec.blocks]
-    attention = of_kind(next(block.attention for block in spec.blocks if block.mixer("attention")), Attention)
-    first = next((of_kind(mixer, RGLRU) for mixer in mixers if mixer is not None), None)
-    own = {} if first is None else {"conv1d_width": first.kernel}
-    if first is not None and (first.inner, first.heads) != (spec.hidden_size, attention.heads):
-        wanted = f"as many channels as hidden_size ({spec.hidden_size}) and heads as attention ({attention.heads})"
-        raise CannotExpress(f"recurrent_gemma needs {wanted} in its recurrence, not {first.inner} and {first.heads}")
-    if attention.window is None:
-        raise CannotExpress("recurrent_gemma needs sliding-window attention")
-    types = [_WHOLE if mixer is None else _RECURRENT for mixer in mixers]
-    return {**own, "block_types": types}
-
-
-def _draw(chosen: Random, sizes: Sizes) -> Config:
-    blocks = [*kind_by_layer(chosen, sizes["layers"] - 1, _RECURRENT, _WHOLE), _WHOLE]
-    return {"block_types": chosen.sample(blocks, len(blocks)), "conv1d_width": chosen.choice((1, 2, 4, 5))}
-
+_MIXER = MixerFields(
+    RGLRU, _mixer, partial(write_fields, _FIELDS), lambda chosen, sizes: draw_fields(_FIELDS, chosen, sizes)
+)
 
 _DECODER = DecoderFamily(
     {
@@ -120,17 +115,10 @@ _DECODER = DecoderFamily(
         "feed_forward.down_bias": True,
     },
     rotary=RotaryKind(part=PART, whole=0.5),
-    recurrent=Lens(_recurrences, _written, _draw, frozenset({RGLRU})),
+    recurrent=without_attention(_PLACES, _MIXER),
+    # The number of heads is also the number of a gate's matrices.
+    sized=lambda chosen, sizes: {"hidden": sizes["heads"] * chosen.choice(ODD)},
 )
-
-
-def _draw_config(chosen: Random) -> Config:
-    """Return a random config.
-
-    The hidden size is a multiple of the number of heads, which is also the number of a gate's matrices.
-    """
-    sizes = _DECODER.draw_sizes(chosen)
-    return _DECODER.draw(chosen, {}, **{**sizes, "hidden": sizes["heads"] * chosen.choice(ODD)})
 
 
 _M, _R = T + "temporal_block.", B + "recurrence."
@@ -180,7 +168,6 @@ _RECURRENT_GEMMA = _DECODER.architecture(
     released="2024-04",
     token_ids=GEMMA_IDS,
     wrong_batches=("padding",),
-    draw=_draw_config,
     prepare=_prepare,
     config_aliases={"attention_window_size": ("sliding_window",)},
     irrelevant={

@@ -9,13 +9,13 @@ Source: transformers models/rwkv/{configuration,modeling}_rwkv.py.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
 from ...components import Block, ChannelMixing, Embedding, Head, LayerNorm, ModelSpec, SubLayer, TimeMixing
-from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of, only_eager
 from ..config import ConfigReader
-from ..draws import CONTEXTS, ODD, Config, Random, sometimes
+from ..draws import CONTEXTS, ODD, VOCAB, among
+from ..fields import Field, Fields, draw_fields, read_fields, write_tree
 from ..layout import Layout
 from ..obstacles import of_kind
 from ..usual import B
@@ -31,18 +31,40 @@ def _widened(eps: float, halvings: int) -> float:
     return eps * 4.0**halvings
 
 
+def _halved_after(spec: ModelSpec) -> int:
+    """Return the number of layers after which transformers' class halves the hidden states, or 0."""
+    first, last = of_kind(spec.embedding.norm, LayerNorm), of_kind(spec.final_norm, LayerNorm)
+    norms = [of_kind(block.sublayers[0].norm, LayerNorm) for block in spec.blocks]
+    ends = [*(norm.eps / first.eps for norm in norms), last.eps / _EPS]
+    return next((layer for layer, times in enumerate(ends) if times != 1), 0)
+
+
+_FIELDS: Fields = {
+    "vocab_size": Field("vocab", 50277),
+    "hidden_size": Field("hidden", 4096, draw=among(*ODD[1:])),
+    "attention_hidden_size": Field("recurrence.inner", None, ConfigReader.optional_integer),
+    "intermediate_size": Field(
+        "channel_mixing.intermediate_size", None, ConfigReader.optional_integer, draw=among(*ODD)
+    ),
+    "num_hidden_layers": Field("layers", 32, draw=among(2, 3, 4)),
+    "layer_norm_epsilon": Field("own.eps", 1e-5, of=lambda spec: of_kind(spec.embedding.norm, LayerNorm).eps),
+    "rescale_every": Field("own.every", 6, ConfigReader.raw, of=_halved_after, draw=among(-1, 0, 1, 2, 3)),
+    "tie_word_embeddings": Field("tied", False),
+    "context_length": Field("context", 1024, draw=among(*CONTEXTS)),
+}
+
+
 def _read(config: ConfigReader) -> ModelSpec:
-    hidden, vocab = config.integer("hidden_size", 4096), config.integer("vocab_size", 50277)
-    layers, eps = config.layers("num_hidden_layers", 32), config.number("layer_norm_epsilon", 1e-5)
-    inner, units = config.optional_integer("attention_hidden_size"), config.optional_integer("intermediate_size")
-    if inner not in (None, hidden):
+    """Read the tree of a config.json."""
+    values = read_fields(_FIELDS, config)
+    hidden, layers, eps, every = (values[role] for role in ("hidden", "layers", "own.eps", "own.every"))
+    if (inner := values["recurrence.inner"]) not in (None, hidden):
         raise config.fail(
             "attention_hidden_size", inner, f"hidden_size ({hidden}): with another width, transformers fails"
         )
     for name, size in (("num_hidden_layers", layers), ("hidden_size", hidden)):
         if size == 1:
             raise config.fail(name, size, "at least 2: transformers divides by this number minus 1")
-    every = config.raw("rescale_every", 6)
     if type(every) is not int or not -(2**31) < every < 2**31:
         raise config.fail("rescale_every", every, "a number of layers, or 0")
     halvings = [layer // every if every > 0 else 0 for layer in range(layers + 1)]
@@ -54,45 +76,19 @@ def _read(config: ConfigReader) -> ModelSpec:
         raise config.fail("layer_types", config.raw("layer_types"), "null: rwkv has no attention layers")
     mixers = (
         TimeMixing(hidden_size=hidden, inner=hidden),
-        ChannelMixing(hidden_size=hidden, intermediate_size=units or 4 * hidden),
+        ChannelMixing(hidden_size=hidden, intermediate_size=values["channel_mixing.intermediate_size"] or 4 * hidden),
     )
     blocks = {}
     for count in dict.fromkeys(halvings):
         norm = LayerNorm(size=hidden, eps=_widened(eps, count))
         blocks[count] = Block(sublayers=tuple(SubLayer(mixer=mixer, norm=norm) for mixer in mixers))
     return ModelSpec(
-        embedding=Embedding(vocab_size=vocab, hidden_size=hidden, norm=LayerNorm(size=hidden, eps=eps)),
+        embedding=Embedding(vocab_size=values["vocab"], hidden_size=hidden, norm=LayerNorm(size=hidden, eps=eps)),
         blocks=tuple(blocks[count] for count in halvings[:-1]),
         final_norm=LayerNorm(size=hidden, eps=_widened(_EPS, halvings[-1])),
-        head=Head(vocab_size=vocab, hidden_size=hidden, tied=config.boolean("tie_word_embeddings", False)),
-        context_length=config.integer("context_length", 1024),
+        head=Head(vocab_size=values["vocab"], hidden_size=hidden, tied=values["tied"]),
+        context_length=values["context"],
     )
-
-
-def _write(spec: ModelSpec) -> dict[str, Any]:
-    block = spec.blocks[0]
-    time, channels = (
-        of_kind(block.mixer("recurrence"), TimeMixing),
-        of_kind(block.mixer("channel_mixing"), ChannelMixing),
-    )
-    first, last = of_kind(spec.embedding.norm, LayerNorm), of_kind(spec.final_norm, LayerNorm)
-    if time.inner != spec.hidden_size:
-        raise CannotExpress(
-            f"rwkv needs attention_hidden_size = hidden_size ({spec.hidden_size}), but it is {time.inner}"
-        )
-    norms = [of_kind(block.sublayers[0].norm, LayerNorm) for block in spec.blocks]
-    ends = [*(norm.eps / first.eps for norm in norms), last.eps / _EPS]
-    return {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "attention_hidden_size": time.inner,
-        "intermediate_size": channels.intermediate_size,
-        "num_hidden_layers": len(spec.blocks),
-        "layer_norm_epsilon": first.eps,
-        "rescale_every": next((layer for layer, times in enumerate(ends) if times != 1), 0),
-        "tie_word_embeddings": spec.tied,
-        **({} if spec.context_length is None else {"context_length": spec.context_length}),
-    }
 
 
 def _rescaled(spec: ModelSpec) -> dict[str, float]:
@@ -103,18 +99,6 @@ def _rescaled(spec: ModelSpec) -> dict[str, float]:
         names = ("attention.output", "feed_forward.value") if times != 1 else ()
         factors |= {f"rwkv.blocks.{layer}.{name}.weight": times for name in names}
     return factors
-
-
-def _draw(chosen: Random) -> Config:
-    own = {
-        "intermediate_size": chosen.choice(ODD),
-        "layer_norm_epsilon": 1e-3,
-        "rescale_every": chosen.choice((-1, 0, 1, 2, 3)),
-        "tie_word_embeddings": True,
-        "context_length": chosen.choice(CONTEXTS),
-    }
-    sizes = {"hidden_size": chosen.choice(ODD[1:]), "num_hidden_layers": chosen.choice((2, 3, 4))}
-    return {**sizes, **sometimes(chosen, own)}
 
 
 _T = "rwkv.blocks.{layer}."
@@ -146,8 +130,8 @@ _RWKV = Architecture(
     hf_config="RwkvConfig",
     kinds=frozenset({ChannelMixing, LayerNorm, TimeMixing}),
     read=_read,
-    write=_write,
-    draw=_draw,
+    write=partial(write_tree, _FIELDS),
+    draw=lambda chosen: draw_fields(_FIELDS, chosen, {"vocab": VOCAB}),
     leaves=(
         *leaves_of({"rwkv.embeddings": "embedding", "rwkv.blocks.0.pre_ln": "embedding.norm"}),
         *leaves_of({_T + "ln1": B + "recurrence_norm", _T + "ln2": B + "channel_mixing_norm"}),

@@ -17,7 +17,6 @@ from ..decoder import DecoderFamily
 from ..draws import among
 from ..encoder_decoder import GENERATION, OF_BOTH, EncoderDecoder
 from ..fields import ACTIVATIONS, Field, name_of
-from ..obstacles import of_kind
 
 
 def _decoder_layers(config: ConfigReader, name: str, default: int) -> int:
@@ -110,9 +109,6 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
     """Return the config fields that describe a model."""
-    for stack in (spec, spec.encoder):
-        for block in () if stack is None else stack.blocks:
-            of_kind(getattr(block.attention, "position", None), Buckets)
     return _STACKS[isinstance(spec.blocks[0].feed_forward, GatedFeedForward)].write(spec)
 
 

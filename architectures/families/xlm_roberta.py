@@ -3,6 +3,14 @@
 Source: transformers models/xlm_roberta/{configuration,modeling}_xlm_roberta.py.
 """
 
-from .roberta import like_roberta
+from dataclasses import replace
 
-XLM_ROBERTA = like_roberta("xlm-roberta", "XLMRoberta", "2019-11", 30522, head_first=True)
+from ..fields import with_defaults
+from .roberta import BASE, ENCODER, FAMILY, HEAD
+
+_ENCODER = replace(ENCODER, fields=with_defaults(ENCODER.fields, vocab=30522), masked=("XLMRobertaForMaskedLM",))
+
+# transformers' class creates the head first.
+XLM_ROBERTA = _ENCODER.architecture(
+    "xlm-roberta", "XLMRobertaForMaskedLM", (*HEAD, *BASE), released="2019-11", **FAMILY
+)

@@ -3,26 +3,15 @@
 Source: transformers models/youtu/{configuration,modeling}_youtu.py.
 """
 
-from ..config import ConfigReader
-from ..draws import among
-from ..fields import Field, with_defaults
+from ..fields import below, with_defaults
 from ..latent import COMPUTED, LATENT_FIELDS, LATENT_LEAVES, LatentDecoder
-
-
-def _padding_row(config: ConfigReader, name: str, default: int | None) -> int | None:
-    """Return the row of the embedding that transformers' class sets to zeros after loading."""
-    row, rows = config.raw(name, default), config.integer("vocab_size", 128256)
-    if row is not None and (type(row) is not int or not 0 <= row < rows):
-        raise config.fail(name, row, f"null or a token from 0 to {rows - 1}")
-    return row
-
 
 _DECODER = LatentDecoder(
     {
         **with_defaults(
             LATENT_FIELDS, vocab=128256, hidden=2048, intermediate=6144, heads=16, context=131072, tied=True
         ),
-        "pad_token_id": Field("embedding.blank", None, _padding_row, draw=among(None, 0, 5)),
+        "pad_token_id": below("embedding.blank", None, "vocab_size", 128256, None, 0, 5),
     },
     kv_heads=16,
     tables=True,

@@ -4,7 +4,7 @@ hidden states and the embeddings. Several layers share one such block, but have 
 Source: transformers models/zamba2/{configuration,modeling}_zamba2.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,11 @@ from ...components import Block, Embedding, Head, Mamba2, ModelSpec, RMSNorm, Ro
 from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
 from ..config import MAX_LAYERS, ConfigReader
-from ..draws import CONTEXTS, EVEN, ODD, Config, Random, among, divisor, kind_by_layer, sometimes
-from ..fields import ACTIVATIONS, Field, activation_named, draw_fields, name_of, read_fields, size, write_fields
+from ..draws import CONTEXTS, EVEN, VOCAB, Config, Random, among, divisor, kind_by_layer, sometimes
+from ..fields import Field, component, constant, draw_fields, of_part, read_fields, size, times_hidden, write_tree
 from ..layout import Layout
 from ..obstacles import of_kind
-from ..recurrences import LINEAR, least_step, mamba2_leaves, multiple_of_hidden
+from ..recurrences import LINEAR, least_step, mamba2_leaves
 from ..rope import ORIGINAL, PART, ROTARY, USUAL_ROTARY, draw_rotary, read_rotary, write_rotary
 from ..usual import EMBEDDING, B, T
 from .bamba import ENDS
@@ -28,9 +28,9 @@ _USUAL = [LINEAR] * 6 + [_HYBRID] + ([LINEAR] * 5 + [_HYBRID]) * 6 + [LINEAR] * 
 _USUAL += [LINEAR] * 3 + [_HYBRID] + [LINEAR] * 2
 
 
-def _types(config: ConfigReader) -> list[str]:
-    """Return the kind of each layer."""
-    count, types = config.layers("num_hidden_layers", 54), config.kinds_of_layers("layers_block_type")
+def _types(config: ConfigReader, count: int) -> list[str]:
+    """Return the kind of each of the `count` layers."""
+    types = config.kinds_of_layers("layers_block_type")
     types = _USUAL if types is None else types
     if isinstance(types, list) and len(types) > MAX_LAYERS:
         raise config.fail("layers_block_type", types, f"a list of at most {MAX_LAYERS:,} layers")
@@ -50,78 +50,102 @@ def _refuse_others(config: ConfigReader, computed: dict[str, Any]) -> None:
     config.refuse({name: ((None, value), f"of the other fields it is {value}") for name, value in computed.items()})
 
 
-_MAMBA = {
-    "n_mamba_heads": Field("heads", 8),
-    "mamba_ngroups": Field("groups", 1),
-    "mamba_d_state": size("state_size", 64),
-    "mamba_d_conv": size("kernel", 4, 1, 2, 4, 5),
-    "time_step_min": Field("least", 0.001, least_step, draw=among(0.001, 0.3)),
-    "chunk_size": size("chunk", 256, 1, 3, 8, 64),
+_FIELDS = {
+    "vocab_size": Field("vocab", 32000),
+    "hidden_size": Field("hidden", 2560),
+    "num_hidden_layers": Field("layers", 54),
+    "layers_block_type": Field(
+        "own.types",
+        None,
+        ConfigReader.raw,
+        of=lambda spec: [LINEAR if block.mixer("shared") is None else _HYBRID for block in spec.blocks],
+    ),
+    "n_mamba_heads": Field("recurrence.heads", 8),
+    "mamba_ngroups": Field("recurrence.groups", 1),
+    "mamba_d_state": size("recurrence.state_size", 64),
+    "mamba_d_conv": size("recurrence.kernel", 4, 1, 2, 4, 5),
+    "time_step_min": Field("recurrence.least", 0.001, least_step, draw=among(0.001, 0.3)),
+    "chunk_size": size("recurrence.chunk", 256, 1, 3, 8, 64),
+    "mamba_expand": times_hidden("own.inner", 2, "recurrence.inner", "hidden_size", 2560),
+    "add_bias_linear": Field("recurrence.bias recurrence.output_bias shared.bias", False),
+    "intermediate_size": Field(
+        "shared.intermediate_size", None, ConfigReader.optional_integer, draw=among(1, 7, 33, 64)
+    ),
+    "hidden_act": Field("shared.activation", "gelu"),
+    "num_attention_heads": Field("shared.heads", 32),
+    "num_key_value_heads": Field("shared.kv_heads", None, ConfigReader.optional_integer),
+    "num_mem_blocks": Field(
+        "own.blocks", 1, of=lambda spec: len({*spec.shared_block_sources.values()}), draw=among(1, 2, 3)
+    ),
+    "use_shared_attention_adapter": Field("shared.attention_rank", False, write=lambda rank: rank is not None),
+    "adapter_rank": size("shared.rank", 128),
+    "use_mem_rope": Field("own.rope", False, of=lambda spec: component(spec, "position") is not None),
+    "rms_norm_eps": Field("final_norm.eps", 1e-5),
+    "max_position_embeddings": Field("context", 4096),
+    "tie_word_embeddings": constant(
+        "head.tied", True, "without tied embeddings, transformers does not share blocks between layers either"
+    ),
 }
 
 
-def _mamba(config: ConfigReader, hidden: int, bias: bool) -> Mamba2:
+def _mamba(config: ConfigReader, values: Mapping[str, Any]) -> Mamba2:
     """Return the Mamba-2 mixer, which is the same in every layer."""
-    sizes = read_fields(_MAMBA, config)
-    heads, groups, inner = sizes["heads"], sizes["groups"], hidden * config.integer("mamba_expand", 2)
+    sizes, inner = of_part(values, "recurrence"), values["own.inner"]
+    heads, groups = sizes["heads"], sizes["groups"]
     if inner % heads or inner // heads > 2**31 - 1:
         raise config.fail("n_mamba_heads", heads, f"a divisor of {inner}, the width of all heads together")
     if heads % groups:
         raise config.fail("mamba_ngroups", groups, f"a divisor of n_mamba_heads ({heads})")
     _refuse_others(config, {"mamba_headdim": inner // heads})
-    own = {"head_dim": inner // heads, "bias": bias, "output_bias": bias, "activation": "silu"}
     norm = RMSNorm(size=inner, eps=1e-5, groups=groups)
-    return Mamba2(hidden_size=hidden, norm=norm, conv_bias=True, **sizes, **own)
+    own: dict[str, Any] = {"head_dim": inner // heads, "activation": "silu", "conv_bias": True}
+    return Mamba2(hidden_size=values["hidden"], norm=norm, **sizes, **own)
 
 
-def _shared(config: ConfigReader, hidden: int, context: int, eps: float, bias: bool) -> SharedTransformer:
+def _shared(config: ConfigReader, values: Mapping[str, Any], context: int) -> SharedTransformer:
     """Return the shared transformer block, without the fields that differ by layer."""
-    heads, width = config.integer("num_attention_heads", 32), 2 * hidden
-    kv_heads = config.optional_integer("num_key_value_heads") or heads
+    hidden, own = values["hidden"], of_part(values, "shared")
+    heads, width = own["heads"], 2 * hidden
+    kv_heads = own["kv_heads"] or heads
     if width % heads:
         raise config.fail("num_attention_heads", heads, f"a divisor of twice hidden_size ({width})")
     if heads % kv_heads:
         raise config.fail("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
-    dim, rank = width // heads, config.integer("adapter_rank", 128)
-    adapted = config.boolean("use_shared_attention_adapter", False)
+    dim, adapted = width // heads, own["attention_rank"]
     if adapted and kv_heads != heads:
         wanted = f"num_attention_heads ({heads}): adapters of keys and values are as wide as those of queries"
         raise config.fail("num_key_value_heads", kv_heads, wanted)
-    own = {"attention_hidden_size": width, "attention_head_dim": dim, "head_dim": dim}
-    _refuse_others(config, own)
-    has_rope = config.boolean("use_mem_rope", False)
+    _refuse_others(config, {"attention_hidden_size": width, "attention_head_dim": dim, "head_dim": dim})
     for name in ("rope_theta", "rope_scaling", "rope_parameters", PART, ORIGINAL):
         config.raw(name)  # transformers does not read it without RoPE
+    own |= {
+        "kv_heads": kv_heads,
+        "intermediate_size": own["intermediate_size"] or 4 * hidden,
+        "attention_rank": own["rank"] if adapted else None,
+    }
     return SharedTransformer(
         hidden_size=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
         head_dim=dim,
         scale=(dim / 2) ** -0.5,
-        intermediate_size=config.optional_integer("intermediate_size") or 4 * hidden,
-        activation=activation_named(config, "hidden_act", "gelu"),
-        norm=RMSNorm(size=width, eps=eps),
-        inner_norm=RMSNorm(size=hidden, eps=eps),
-        position=read_rotary(config, dim, context) if has_rope else None,
-        bias=bias,
-        rank=rank,
-        attention_rank=rank if adapted else None,
+        norm=RMSNorm(size=width, eps=values["final_norm.eps"]),
+        inner_norm=RMSNorm(size=hidden, eps=values["final_norm.eps"]),
+        position=read_rotary(config, dim, context) if values["own.rope"] else None,
         fused=True,
+        **own,
     )
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    types, hidden, vocab = _types(config), config.integer("hidden_size", 2560), config.integer("vocab_size", 32000)
+    """Read the tree of a config.json."""
+    values = read_fields(_FIELDS, config)
+    types, hidden, vocab = _types(config, values["layers"]), values["hidden"], values["vocab"]
     if config.kinds_of_layers() not in (None, types):
         wanted = "what layers_block_type says, of which transformers makes hybrid_layer_ids"
         raise config.fail("layer_types", config.raw("layer_types"), wanted)
     _refuse_others(config, {"hybrid_layer_ids": [layer for layer, kind in enumerate(types) if kind == _HYBRID]})
-    eps, bias = config.number("rms_norm_eps", 1e-5), config.boolean("add_bias_linear", False)
-    context = config.integer("max_position_embeddings", 4096)
-    context = 16384 if config.boolean("use_long_context", False) else context
-    norm, several = RMSNorm(size=hidden, eps=eps), config.integer("num_mem_blocks", 1)
-    mamba = SubLayer(mixer=_mamba(config, hidden, bias), norm=norm)
-    shared = _shared(config, hidden, context, eps, bias)
+    context = 16384 if config.boolean("use_long_context", False) else values["context"]
+    norm, several = RMSNorm(size=hidden, eps=values["final_norm.eps"]), values["own.blocks"]
+    mamba, shared = SubLayer(mixer=_mamba(config, values), norm=norm), _shared(config, values, context)
     plain, blocks = Block(sublayers=(mamba,)), list[Block]()
     uses = 0
     for kind in types:
@@ -141,40 +165,13 @@ def _read(config: ConfigReader) -> ModelSpec:
     )
 
 
-def _several(shared: Sequence[Any]) -> int:
-    """Return the number of shared blocks. The layers that run one use them in turn."""
-    return sum(of_kind(mixer, SharedTransformer).weights_from == "own" for mixer in shared)
-
-
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    norm, mamba = of_kind(spec.final_norm, RMSNorm), of_kind(spec.blocks[0].mixer("recurrence"), Mamba2)
-    mixers = [block.mixer("shared") for block in spec.blocks]
-    hybrids = [mixer for mixer in mixers if mixer is not None]
-    shared = of_kind(hybrids[0] if hybrids else None, SharedTransformer)
+    """Return the config fields of a tree."""
+    shared = of_kind(component(spec, "shared"), SharedTransformer)
     if shared.rank is None:
         raise CannotExpress("zamba2 needs adapters for its shared feed-forwards, but the model has none")
-    rotary = shared.position
-    return {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": len(spec.blocks),
-        "layers_block_type": [LINEAR if mixer is None else _HYBRID for mixer in mixers],
-        **write_fields(_MAMBA, mamba),
-        "mamba_expand": multiple_of_hidden(mamba),
-        "add_bias_linear": mamba.bias,
-        "intermediate_size": shared.intermediate_size,
-        "hidden_act": name_of(shared.activation),
-        "num_attention_heads": shared.heads,
-        "num_key_value_heads": shared.kv_heads,
-        "num_mem_blocks": _several(hybrids),
-        "use_shared_attention_adapter": shared.attention_rank is not None,
-        "adapter_rank": shared.rank,
-        "use_mem_rope": rotary is not None,
-        "rms_norm_eps": norm.eps,
-        "tie_word_embeddings": True,
-        **({} if spec.context_length is None else {"max_position_embeddings": spec.context_length}),
-        **({} if rotary is None else write_rotary(of_kind(rotary, Rotary), shared.head_dim)),
-    }
+    rotary = {} if shared.position is None else write_rotary(of_kind(shared.position, Rotary), shared.head_dim)
+    return {**write_tree(_FIELDS, spec), **rotary}
 
 
 def _draw(chosen: Random) -> Config:
@@ -184,28 +181,22 @@ def _draw(chosen: Random) -> Config:
     heads, dim, adapted = chosen.choice((1, 2, 3, 6)), chosen.choice(EVEN), chosen.random() < 0.4
     hidden, expand = heads * dim // 2, chosen.choice((1, 2, 3))
     recurring = divisor(chosen, hidden * expand)
-    own = {
-        "num_key_value_heads": heads if adapted else divisor(chosen, heads),
-        "mamba_headdim": hidden * expand // recurring,
-        "attention_head_dim": dim,
-        "use_long_context": True,
-        "add_bias_linear": True,
-        "intermediate_size": chosen.choice((1, 7, 33, 64)),
-        "hidden_act": chosen.choice([*ACTIVATIONS]),
-        "rms_norm_eps": 1e-3,
+    sizes = {
+        "vocab": VOCAB,
+        "hidden": hidden,
+        "layers": len(kinds),
+        "context": chosen.choice(CONTEXTS),
+        "recurrence.heads": recurring,
+        "recurrence.groups": divisor(chosen, recurring),
+        "shared.heads": heads,
+        "shared.kv_heads": heads if adapted else divisor(chosen, heads),
     }
+    own = {"mamba_headdim": hidden * expand // recurring, "attention_head_dim": dim, "use_long_context": True}
     return {
-        "num_hidden_layers": len(kinds),
+        **draw_fields(_FIELDS, chosen, sizes),
         "layers_block_type": kinds,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        **draw_fields(_MAMBA, chosen, {"heads": recurring, "groups": divisor(chosen, recurring)}),
         "mamba_expand": expand,
-        "num_mem_blocks": chosen.choice((1, 2, 3)),
-        "adapter_rank": chosen.choice(ODD),
         "use_shared_attention_adapter": adapted,
-        "use_mem_rope": chosen.choice((True, False)),
-        "max_position_embeddings": chosen.choice(CONTEXTS),
         **draw_rotary(chosen, dim, USUAL_ROTARY),
         **sometimes(chosen, own),
     }
@@ -283,11 +274,5 @@ _ZAMBA2 = Architecture(
         **dict.fromkeys(("use_mamba_kernels", "use_mem_eff_path"), "which kernels compute it"),
         **dict.fromkeys(("kv_channels", "num_query_groups"), "not read by transformers' model"),
         "use_conv_bias": "not read by transformers' model: convolutions have one",
-    },
-    refused={
-        "tie_word_embeddings": (
-            (True,),
-            "without tied embeddings, transformers does not share blocks between layers either",
-        )
     },
 )

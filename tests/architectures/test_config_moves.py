@@ -33,6 +33,7 @@ COMPARED |= {
 }
 COMPARED |= {("cohere2_moe", "rope_scaling"): "transformers looks at rope_parameters alone"}
 COMPARED |= {("dbrx", "tie_word_embeddings"): "transformers' class refuses it"}
+COMPARED |= {("zamba2", "tie_word_embeddings"): "blocks are shared only where embeddings are tied"}
 COMPARED |= {("phimoe", "num_experts_per_tok"): "two, whatever is said"}
 COMPARED |= {("mamba2", name): "heads share out so many times the width" for name in ("expand", "hidden_size")}
 COMPARED |= {("mamba2", name): "heads share out so many times the width" for name in ("num_heads", "head_dim")}
