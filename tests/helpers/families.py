@@ -19,6 +19,7 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from gptkit.architectures import ARCHITECTURES, architecture_of
+from gptkit.architectures.releases import since
 from gptkit.components import ModelSpec
 from gptkit.modules import Decoder
 from gptkit.parity.sides import auto_class
@@ -2190,7 +2191,9 @@ def randomised_reference(
 
 def has_cache(reference: transformers.PreTrainedModel) -> bool:
     """Whether transformers' class keeps keys and values of earlier tokens: OpenAI's GPT computes all of them again."""
-    return not {"past_key_values", "cache_params", "state"}.isdisjoint(inspect.signature(reference.forward).parameters)
+    return not {"past_key_values", "cache_params", "cache", "state"}.isdisjoint(
+        inspect.signature(reference.forward).parameters
+    )
 
 
 def continued(reference: Any, ids: torch.Tensor, past: Any, mask: torch.Tensor | None = None) -> Any:
@@ -2198,10 +2201,11 @@ def continued(reference: Any, ids: torch.Tensor, past: Any, mask: torch.Tensor |
     unless it is told them, as `generate` does.
     """
     told = {} if mask is None else {"attention_mask": mask}
-    if "cache_params" in inspect.signature(reference.forward).parameters:
+    if reference.config.model_type in ("mamba", "mamba2", "falcon_mamba"):
         told = told if past is None else {}  # as `generate` does: Mamba's layers take masks of the tokens at hand
-        found = reference(input_ids=ids, cache_params=past, use_cache=True, **told)
-        found.past_key_values = found.cache_params
+        name = "cache" if since("5.24") else "cache_params"
+        found = reference(input_ids=ids, use_cache=True, **{name: past}, **told)
+        found.past_key_values = getattr(found, name)
         return found
     if "state" in inspect.signature(reference.forward).parameters:  # RWKV's, which knows no mask
         found = reference(input_ids=ids, state=past, use_cache=True)
