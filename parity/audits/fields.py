@@ -177,8 +177,8 @@ def _candidates(subject: Subject, old: Match | None, path: str, value: int) -> s
             elif 0 < expected - value <= 2:  # position tables with rows before the first position (OPT)
                 candidates.add(actual - (expected - value))
     if attention and "head" in key and len(subject.files.tensors) <= _SEARCHED:
-        heads = max(number for name, number in _integers(subject.files.config or {}) if "head" in name)
-        candidates |= {number for number in range(1, min(heads, 1024) + 1) if heads % number == 0}
+        heads = [number for name, number in _integers(subject.files.config or {}) if "head" in name and number <= 1024]
+        candidates |= {divisor for number in heads for divisor in range(1, number + 1) if number % divisor == 0}
     most = max(len(subject.files.tensors), 1024) if _REPEATED.search(key) else 2**31
     return {number for number in candidates if 0 < number <= most} - {value}
 

@@ -278,6 +278,13 @@ def test_the_field_of_a_fused_projection_is_named(tmp_path: Path) -> None:
     assert f"num_key_value_heads is 1, but should be {kv}" in finding.message and "qkv_proj" in finding.tensors[0]
 
 
+def test_the_field_is_named_if_no_number_of_heads_divides_their_width(tmp_path: Path) -> None:
+    save_hf(CONFIGS["cohere_compass_text"], tmp_path / "model")
+    config(num_key_value_heads=10)(tmp_path / "model")
+    (finding,) = (each for each in audit(tmp_path / "model").findings if each.rule == "config")
+    assert "Set num_key_value_heads to 5 instead of 10" in finding.remedy
+
+
 def test_a_field_that_the_config_lacks_is_restored(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", tensors())
     edit(folder / "config.json", lambda data: data.pop("num_key_value_heads"))
