@@ -25,7 +25,7 @@ help:
 	@echo "make test-browser  tests of the HTML pages in headless Chromium"
 	@echo "make soak          hours: thousands of killed conversions, failing I/O calls, millions of damaged files (KILLS=, FUZZ=, CONFIGS=)"
 	@echo "make parity        docs/parity.md, from a run against transformers"
-	@echo "make versions      docs/versions.md, from runs with the oldest and the newest supported libraries"
+	@echo "make versions      docs/versions.md, from runs with the pinned and the newest libraries"
 	@echo "make swaps         docs/swaps.md, from every swap on the trained samples"
 	@echo "make healing       a section of docs/healing.md: the damage of seven swaps, and how much of it training repairs"
 	@echo "make healing-defaults  a section of docs/healing.md: heal compared with a plain training loop, on three models"
@@ -125,7 +125,7 @@ wheel: $(STAMP)
 parity: $(STAMP)
 	$(BIN)/python benchmarks/parity.py
 
-# Write docs/versions.md from a comparison with several releases of the dependencies. NAMES= are the environments.
+# Write docs/versions.md from a comparison with other releases of the dependencies. NAMES= are the environments.
 versions: $(STAMP)
 	$(BIN)/python benchmarks/versions.py $(NAMES)
 
