@@ -23,8 +23,8 @@ def installed() -> tuple[int, int] | None:
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         return None
-    found = _VERSION.search(Path(spec.origin).read_text("utf-8"))
-    return None if found is None else (int(found[1]), int(found[2]))
+    match = _VERSION.search(Path(spec.origin).read_text("utf-8"))
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def since(release: str) -> bool:

@@ -195,20 +195,24 @@ def words(result: dict[str, Any]) -> str:
 def page(sets: dict[str, dict[str, Any]]) -> str:
     """Return docs/versions.md."""
     lines = [INTRO + "| library | " + " | ".join(sets) + " |", "|---|" + "---|" * len(sets)]
-    lines += [f"| {name} | " + " | ".join(each["versions"][name] for each in sets.values()) + " |" for name in SHOWN]
+    lines += [
+        f"| {name} | " + " | ".join(figures["versions"][name] for figures in sets.values()) + " |" for name in SHOWN
+    ]
     counts = {
         f"families exact in {dtype}": lambda families, dtype=dtype: sum(f[dtype]["kind"] == "exact" for f in families)
         for dtype in ("float32", "bfloat16")
     }
     for title, count in counts.items():
         lines.append(
-            f"| {title} | " + " | ".join(str(count(each["families"].values())) for each in sets.values()) + " |"
+            f"| {title} | " + " | ".join(str(count(figures["families"].values())) for figures in sets.values()) + " |"
         )
-    lines.append("| all commands run | " + " | ".join(each["commands"] for each in sets.values()) + " |")
+    lines.append("| all commands run | " + " | ".join(figures["commands"] for figures in sets.values()) + " |")
     heads = [f"{name}, {short}" for name in sets for short in ("fp32", "bf16")]
     lines += [KINDS + "| family | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
     for family in next(iter(sets.values()))["families"]:
-        cells = [words(each["families"][family][dtype]) for each in sets.values() for dtype in ("float32", "bfloat16")]
+        cells = [
+            words(figures["families"][family][dtype]) for figures in sets.values() for dtype in ("float32", "bfloat16")
+        ]
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", "`make versions` writes this page.", ""])
 
