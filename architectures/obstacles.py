@@ -10,6 +10,7 @@ AttributeError in `write` is a bug of the target.
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import msgspec
@@ -189,7 +190,8 @@ def express(
         standing = tuple(obstacle for obstacle in obstacles if obstacle.remedy not in clear)
         return Expression(target, spec, back, obstacles, standing)
 
-    unknown = tuple(_unknown(_STRUCTURE | target.kinds, spec))
+    known = _STRUCTURE | target.kinds
+    unknown = () if _kinds_in(spec) <= known else tuple(_unknown(known, spec))
     attempts: list[Expression | None] = []
     if not unknown:
         first = attempt(spec)
@@ -283,6 +285,12 @@ def of_kind(node: Any, kind: type[Component], other: type[Component] | None = No
             f"the format needs a component of the kind {names}, but the model has {short(node) if node else 'none'}"
         )
     return node
+
+
+@lru_cache(maxsize=64)
+def _kinds_in(spec: ModelSpec) -> Kinds:
+    """Return the kinds of component in a model, including the model itself."""
+    return frozenset({ModelSpec, *map(type, spec.components())})
 
 
 def _unknown(kinds: Kinds, node: Any, path: str = "") -> Iterator[Obstacle]:
@@ -409,7 +417,8 @@ def _in_kind(spec: ModelSpec, usual: ModelSpec, kinds: Kinds) -> ModelSpec | Non
             theirs: Any = getattr(usual, name)
             ours: Any = getattr(node, name, sizes.get(name))
             if name == "blocks":
-                fields[name] = tuple(like(block, _nearest(block, theirs), sizes) for block in ours)
+                made = {block: like(block, _nearest(block, theirs), sizes) for block in dict.fromkeys(ours)}
+                fields[name] = tuple(made[block] for block in ours)
             elif name == "sublayers":
                 by_slot = {sublayer.mixer.slot: sublayer for sublayer in ours}
                 fields[name] = tuple(like(by_slot.get(sublayer.mixer.slot), sublayer, sizes) for sublayer in theirs)

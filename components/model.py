@@ -9,7 +9,7 @@ import msgspec
 
 from ..display import Shown
 from ..errors import ConfigError, MissingComponent
-from .base import Component, Mixer, Parameter, Size
+from .base import Component, Mixer, Parameter, Size, Weight
 from .block import Block
 from .cross_attention import CrossAttention
 from .encoder import Pooler, TokenTypes
@@ -325,15 +325,9 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     def parameters(self) -> Iterator[Parameter]:
         """Yield every parameter once, in the order of `nodes`."""
         for layer, root, top in self._roots():
-            for path, node in walk(top, root):
-                for name, weight in node.weights().items():
-                    if node.label is None:
-                        raise ConfigError(
-                            f"the component {type(node).__name__} has parameters, but no label, which gptkit params "
-                            "needs for its table"
-                        )
-                    label = f"encoder {node.label}" if root == "encoder" else node.label
-                    yield Parameter(f"{path}.{name}", weight.shape, label, layer, weight.role, weight.initial)
+            for name, weight, label in _weights(top):
+                label = f"encoder {label}" if root == "encoder" else label
+                yield Parameter(f"{root}{name}", weight.shape, label, layer, weight.role, weight.initial)
 
     def _roots(self) -> Iterator[tuple[int | None, str, Component]]:
         """Yield (layer number or None, path, component) for the components directly below the model.
@@ -409,6 +403,25 @@ def walk(node: Component, path: str) -> Iterator[tuple[str, Component]]:
         yield from walk(child, f"{path}.{name}")
 
 
+@lru_cache(maxsize=256)
+def _weights(top: Component) -> tuple[tuple[str, Weight, str], ...]:
+    """Return (name, weight, label) of every parameter in a component. The names begin with a dot: ".norm.weight".
+
+    Results are cached, because most layers of a model are equal. Raises ConfigError if a component with parameters has
+    no label.
+    """
+    found: list[tuple[str, Weight, str]] = []
+    for path, node in walk(top, ""):
+        weights = node.weights()
+        if weights and node.label is None:
+            raise ConfigError(
+                f"the component {type(node).__name__} has parameters, but no label, which gptkit params needs for its "
+                "table"
+            )
+        found += [(f"{path}.{name}", weight, str(node.label)) for name, weight in weights.items()]
+    return tuple(found)
+
+
 def _summary(node: Component) -> str:
     """Return a component's kind and sizes as text: Attention(heads 12, kv_heads 12, head_dim 64)."""
     plain = {name: getattr(node, name) for name in node.__struct_fields__ if name not in ("hidden_size", "scale")}
@@ -426,6 +439,8 @@ def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     if type(a) is not type(b):
         return [(path or "model", a, b)]
     if isinstance(a, Component):
+        if a == b:
+            return []
         one, other = a.entries(), b.entries()
         return [
             difference

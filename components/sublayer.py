@@ -1,6 +1,7 @@
 """A sub-layer: a mixer with its norms and multipliers."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 from ..errors import ConfigError
@@ -13,6 +14,17 @@ __all__ = ["SubLayer"]
 
 _PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
 """For every norm of a sub-layer, the word for its place in tables."""
+
+
+_FIRST = ("norm", "low_rank", "mixer")
+"""The fields of a sub-layer that are computed first, in the order of computation."""
+
+
+@cache
+def _part_names(slot: str) -> tuple[tuple[str, str], ...]:
+    """Return (name in a block, field) of a sub-layer's fields, such as ("attention_norm", "norm")."""
+    fields = dict.fromkeys((*_FIRST, *SubLayer.__struct_fields__))
+    return tuple((slot if field == "mixer" else f"{slot}_{field}", field) for field in fields)
 
 
 class SubLayer(Component, frozen=True):
@@ -73,17 +85,13 @@ class SubLayer(Component, frozen=True):
 
         `path` is the path of the block that contains the sub-layer.
         """
-        names = {name: f"{self.mixer.slot}_{name}" for name in self.__struct_fields__} | {"mixer": self.mixer.slot}
-        paths = {name: f"{path}.{full}" if path else full for name, full in names.items()}
+        names = _part_names(self.mixer.slot)
+        paths = {field: f"{path}.{name}" if path else name for name, field in names}
         return change(self._mapped(change, paths), path)
 
     def parts(self) -> dict[str, Any]:
         """Return the field values by the names that they have in a block, such as "attention_norm" and "attention"."""
-        slot = self.mixer.slot
-        named = {"norm": self.norm, "low_rank": self.low_rank, "": self.mixer}
-        others = ("output_norm", "sum_norm", "multiplier", "onto", "input_multiplier", "beside")
-        named |= {name: getattr(self, name) for name in others}
-        return {f"{slot}_{name}".rstrip("_"): value for name, value in named.items()}
+        return {name: getattr(self, field) for name, field in _part_names(self.mixer.slot)}
 
     def words(self) -> dict[str, Words]:
         return {"block": Words("", {})}

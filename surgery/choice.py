@@ -1,8 +1,9 @@
 """Choose between variants of a swap step: fits on more or less text, and simpler variants without a fit.
 
 More text improves a fit, and takes longer. So a step is fitted on 2,048 tokens, then on four times as many, and so on.
-This stops if more text reduces the KL by less than 2 %, if the text ends, or if the model is too large. The simpler
-variants that a swap declares (`Swap.cheaper`) are tried as well. The variant with the least KL divergence from the
+This stops if more text reduces the KL by less than 2 %, if the KL is below 0.001 nats per token (which changes the
+perplexity by 0.1 %), if the text ends, or if the model is too large. The simpler variants that a swap declares
+(`Swap.cheaper`) are tried as well. The variant with the least KL divergence from the
 model before the step is chosen. The KL is measured on a part of the text that is used for nothing else
 (`CalibrationText.choosing`).
 """
@@ -19,6 +20,7 @@ from .options import spelled
 from .registry import Step, swap_for
 
 _GAIN = 0.02  # the share of the KL that more text must remove, so that still more text is tried
+_ENOUGH = 0.001  # the KL in nats per token below which no more text is tried
 _STEP = 4  # the factor from one number of tokens to the next
 _WORK = 10**12  # the limit of tokens · parameters for a fit on more than `TOKENS` tokens: some minutes on two cores
 
@@ -97,6 +99,8 @@ def choose(
     choice = swapped.guarantee != "exact" and bool(text.choosing) and bool(cheaper or (fits and larger))
     try_out(replace(asked, tokens=first), swapped, drew)
     for tokens in larger if fits and choice else ():
+        if forms[-1].kl < _ENOUGH:
+            break
         step = replace(asked, tokens=tokens)
         try_out(step, *make(step))
         if not forms[-1].kl < (1 - _GAIN) * forms[-2].kl:

@@ -2,7 +2,9 @@
 fixtures, and one thread for all."""
 
 import gc
+import itertools
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -20,6 +22,9 @@ from helpers.hubserver import Hub
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_NUMBERS = itertools.count()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,6 +73,18 @@ def one_thread() -> Iterator[None]:
 def browser() -> Iterator[Any]:
     """Headless Chromium; see `browser.opened`."""
     yield from chromium()
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Return an empty folder for one test.
+
+    pytest's own fixture reads the names of all earlier folders to find a free number, and tests here make thousands.
+    """
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    folder = tmp_path_factory.getbasetemp() / f"{name}-{next(_NUMBERS)}"
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 @pytest.fixture

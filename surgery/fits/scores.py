@@ -91,8 +91,7 @@ class _Scores:
     def residual(self, queries: Tensor, key: Tensor, b: int) -> Tensor:
         """Return the original's scores minus the current ones for sequence b, (n, T, T), with 0 at masked positions."""
         q, k = self.turned(self.inputs[b] @ queries.transpose(-1, -2)), self.turned(self.inputs[b] @ key.T)
-        missing: Tensor = self.scores[b] - q @ k.T * self.scale
-        return missing.masked_fill(self.probabilities[b] == 0, 0)
+        return torch.sub(self.scores[b], q @ k.T, alpha=self.scale).masked_fill_(self.probabilities[b] == 0, 0)
 
     def centred(self, difference: Tensor, b: int) -> Tensor:
         """Return p_ij (Δ_ij - Σ_k p_ik Δ_ik), (n, T, T), for differences of scores Δ in sequence b.
@@ -101,7 +100,7 @@ class _Scores:
         """
         p = self.probabilities[b]
         weighted = p * difference
-        return weighted - p * weighted.sum(dim=-1, keepdim=True)
+        return weighted.addcmul_(p, weighted.sum(dim=-1, keepdim=True), value=-1)
 
     def error(self, queries: Tensor, key: Tensor) -> float:
         """Return the squared error of the attention scores, weighted by the original's probabilities.
@@ -126,7 +125,8 @@ class _Scores:
 
         def curvature(b: int, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
             x = self.inputs[b]
-            change = self.turned(x @ dq.transpose(-1, -2)) @ k[b].T + q[b] @ self.turned(x @ dk.T).T
+            change = self.turned(x @ dq.transpose(-1, -2)) @ k[b].T
+            change += q[b] @ self.turned(x @ dk.T).T
             return adjoint(b, self.centred(change, b))
 
         # Queries and key are each rescaled by 1 / the size of the other, so that both have the inputs' curvature.

@@ -26,7 +26,7 @@ from gptkit.architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, MAX_C
 from gptkit.components import from_json, to_json
 from gptkit.errors import CannotExpress, ConfigError, UnknownFamily
 
-EXAMPLES = 60
+EXAMPLES = 40
 ROPES = (
     "default",
     "linear",

@@ -39,7 +39,7 @@ GRID = [
     pytest.param(
         *(variant, dtype, size),
         id=f"{variant}-{str(dtype).removeprefix('torch.')}-{'shards' if size else 'one'}",
-        marks=slow_unless_new(variant.name) if size else (),
+        marks=slow_unless_new(variant.name),
     )
     for variant in VARIANTS
     for dtype, size in itertools.product((torch.float32, torch.bfloat16), (0, SHARDED))

@@ -61,9 +61,7 @@ def test_samples_are_identical(sample: str, dtype: str) -> None:
 
 
 IN_BOTH = [
-    pytest.param(
-        *(variant, dtype), id=f"{variant}-{dtype}", marks=slow_unless_new(variant.name) if dtype == "bfloat16" else ()
-    )
+    pytest.param(*(variant, dtype), id=f"{variant}-{dtype}", marks=slow_unless_new(variant.name))
     for variant in VARIANTS
     for dtype in ("float32", "bfloat16")
 ]

@@ -93,6 +93,16 @@ def test_the_form_of_least_kl_is_taken_and_told(tmp_path: Path, monkeypatch: pyt
     assert len(text.choosing) == len(text.held_out) == 256
 
 
+def test_no_more_text_is_tried_if_the_swap_costs_next_to_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = short(tmp_path, monkeypatch)
+    done = gptkit.swap("sample:gpt2", tmp_path / "out", quantize="int8", measured=False, **given)
+    (tried,) = done.chain.tried
+    assert {variant.step.tokens for variant in tried if not variant.step.approximate} == {128}
+    assert min(variant.kl for variant in tried) < choice._ENOUGH
+
+
 def test_a_fit_that_fails_gives_way_to_the_plain_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the recipe that is recorded is of the plain form, which needs no text."""
     given = short(tmp_path, monkeypatch)
@@ -169,9 +179,9 @@ def test_a_dry_run_computes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def fitted_rows() -> Iterator[Any]:
     """Yield every swap that a text fits or that has a cheaper form, with the values worth trying on the samples.
 
-    Three of four are slow.
+    Five of six are slow.
     """
-    slow = itertools.cycle(([], *(3 * [[pytest.mark.slow]])))
+    slow = itertools.cycle(([], *(5 * [[pytest.mark.slow]])))
     for sample in SAMPLES:
         spec = gptkit.open_checkpoint(f"sample:{sample}").spec
         for swap in all_swaps():

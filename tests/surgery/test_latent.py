@@ -1,6 +1,7 @@
 """Latent attention: all of it exactly, some of it fitted."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,9 +57,10 @@ def test_the_whole_rank_is_the_whole_where_no_rotary_heads_become_one(name: str,
     ],
 )
 def test_the_fit_beats_the_weights_alone(sample: str, rank: int, times: float, tmp_path: Path) -> None:
+    given: dict[str, dict[str, Any]] = {"fitted": {"calibrate_tokens": 2048}, "plain": {"approximate": True}}
     fitted, plain = (
-        gptkit.swap(f"sample:{sample}", tmp_path / str(naive), attention=f"mla:{rank}", approximate=naive).measured
-        for naive in (False, True)
+        gptkit.swap(f"sample:{sample}", tmp_path / name, attention=f"mla:{rank}", **options).measured
+        for name, options in given.items()
     )
     assert fitted is not None and fitted.kl_text is not None
     assert plain is not None and plain.kl_text is not None

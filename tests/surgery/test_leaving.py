@@ -337,7 +337,7 @@ def test_a_model_arrives_in_its_own_family(name: str, folder: Path) -> None:
 
 
 @few(6)
-@pytest.mark.parametrize("to", ARCHITECTURES)
+@pytest.mark.parametrize("to", rest_slow(ARCHITECTURES))
 @LEAVING
 def test_ways_are_ways(name: str, to: str, folder: Path) -> None:
     """Whatever way is found, the family has a config for the tree at its end, and every remedy of it is needed."""
