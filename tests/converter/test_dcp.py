@@ -350,7 +350,7 @@ def test_any_damage_is_told_as_damage(written: Path) -> None:
     generator = random.Random(0)
     found = metadata(written)
     places = [(written / place.relative_path, place.offset) for place in found.storage_data.values()]
-    for turn in range(examples(80)):
+    for turn in range(examples(40)):
         path, start = (written / ".metadata", 0) if turn % 2 else generator.choice(places)
         before = path.read_bytes()
         data = bytearray(before)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.covering import covered, few, functions, others_slow
+from helpers.covering import covered, few, functions, rest_slow
 from helpers.families import VARIANTS, YARN_ROPE, Variant, auto_class, save_hf, spec_of
 
 import gptkit
@@ -969,7 +969,7 @@ def test_config_json_names_the_dtype_of_the_matrices_of_a_gguf(dtype: str, tmp_p
 
 
 @few(6)
-@pytest.mark.parametrize("name", others_slow(name for name in CONFIGS if name not in REFUSED))
+@pytest.mark.parametrize("name", rest_slow(name for name in CONFIGS if name not in REFUSED))
 def test_transformers_builds_what_comes_back(tmp_path: Path, name: str) -> None:
     """The config.json that a file gives has all that transformers' class asks for."""
     try:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.covering import examples, few, rest_slow, slow_unless_new
+from helpers.covering import examples, few, rest_slow
 from helpers.families import (
     BLOOM,
     DECODERS,
@@ -76,15 +76,11 @@ PROMPT = [5, 90, 17, 3, 44, 44, 61, 8, 23, 72, 1, 35, 50]
 
 
 def sampled_cases() -> list[Any]:
-    """Return the cases as parameters, with the marks of `slow_unless_new`."""
-    needed = {case.values[0] for case in rest_slow(each.name for each in DECODERS) if not case.marks}
-
-    def marks(name: str, dtype: torch.dtype) -> Any:
-        slow = name not in CASES and (dtype is torch.bfloat16 and name not in needed)
-        return pytest.mark.slow if slow else () if name in CASES else slow_unless_new(name)
-
+    """Return the cases as parameters, with the marks of `rest_slow`."""
+    kept = {*CASES, *(case.values[0] for case in rest_slow(each.name for each in DECODERS) if not case.marks)}
     return [
-        pytest.param(*case, id="-".join(map(str, case)), marks=marks(*case)) for case in dict.fromkeys(CASES_BY_DTYPE)
+        pytest.param(*case, id="-".join(map(str, case)), marks=[] if case[0] in kept else [pytest.mark.slow])
+        for case in dict.fromkeys(CASES_BY_DTYPE)
     ]
 
 
