@@ -14,7 +14,7 @@ JOBS ?= 2
 KEPT_MEMORY := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=1000000000
 PYTEST := OMP_NUM_THREADS=1 $(KEPT_MEMORY) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow cases test-browser soak lint types format wheel samples parity versions swaps healing healing-defaults healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-audit bench-diff bench-train bench-gpu clean
+.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow cases test-browser soak lint types format wheel wheels samples parity versions swaps healing healing-defaults healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-light bench-audit bench-diff bench-train bench-gpu clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -38,6 +38,8 @@ help:
 	@echo "make bench         speed compared with transformers, as ratios"
 	@echo "make bench-convert speed of conversion compared with copying, hashing and transformers"
 	@echo "make bench-params  run time of gptkit params compared with accelerate estimate-memory"
+	@echo "make bench-light   the first number of hf-gptkit from an empty cache, next to hf-mem"
+	@echo "make wheels        the wheels of gptkit and of hf-gptkit (without torch), in dist"
 	@echo "make bench-audit   gptkit audit of a repository of 30 shards on a local server, from the headers only"
 	@echo "make bench-diff    gptkit diff of two checkpoints of 2 GB, compared with cmp and sha256sum"
 	@echo "make bench-surgery fitted key-value heads compared with averaged ones; a swap of a 2.2 GB model in 600 MB of memory"
@@ -119,6 +121,10 @@ types: $(STAMP)
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p gptkit \
 		--exclude '^gptkit/(tests|docs|build|benchmarks|examples|\.venv)/'
 
+# The wheel of gptkit, and that of hf-gptkit, which needs neither torch nor transformers.
+wheels: wheel
+	$(BIN)/python wheels/light.py dist
+
 wheel: $(STAMP)
 	rm -rf dist build/lib build/bdist*
 	$(BIN)/python -m build --wheel --outdir dist . > build.log 2>&1 || { cat build.log; exit 1; }
@@ -164,6 +170,9 @@ bench-convert: $(STAMP)
 
 bench-params: $(STAMP)
 	$(BIN)/python benchmarks/params.py
+
+bench-light: $(STAMP)
+	$(BIN)/python benchmarks/light.py
 
 bench-audit: $(STAMP)
 	$(BIN)/python benchmarks/audit.py

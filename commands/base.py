@@ -345,15 +345,14 @@ _PACKAGES = {"yaml": "pyyaml"}
 
 def _not_imported(error: ImportError) -> str | None:
     """Return a message about a package that is missing or cannot be imported, or None for gptkit's own modules."""
-    module = (error.name or "").partition(".")[0]
-    if module == __package__.partition(".")[0]:
+    module, root = (error.name or "").partition(".")[0], __package__.partition(".")[0]
+    if module == root:
         return None
     package = _PACKAGES.get(module, module.replace("_", "-"))
     if isinstance(error, ModuleNotFoundError) and error.name == module:
-        return (
-            f"this command needs the Python package {package}, which is not installed\nInstall it: pip "
-            f"install {package}"
-        )
+        # The light distribution hf-gptkit lacks several packages, which only the full one installs.
+        way = f"Install it: pip install {package}" if root == "gptkit" else "Install all of gptkit: pip install gptkit"
+        return f"this command needs the Python package {package}, which is not installed\n{way}"
     reason = " ".join(str(error).split())
     if not module:
         return f"a required package cannot be imported: {reason}\nReinstall that package."

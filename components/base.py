@@ -130,8 +130,8 @@ class Component(
     """Field -> (name of the mistake, wrong values). Other implementations of the model often use these values, because
     similar models have them. {} in the name is replaced by the wrong value."""
     computed_in: ClassVar[str] = ""
-    """The full name of the Python module with the torch code of this kind. Only kinds that plugins define must set
-    it."""
+    """The Python module with the torch code of this kind: a full name, or a name in `modules` that begins with a dot.
+    Only kinds that plugins define must set it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

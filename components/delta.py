@@ -32,7 +32,7 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
 
     label = "recurrence"
     slot = "recurrence"
-    computed_in = "gptkit.modules.delta"
+    computed_in = ".delta"
     axes = ("group", "group_values", "keys", "values")
     rounds = ("fused",)
     described = ("key_dim", "value_dim", "norm")

@@ -30,7 +30,7 @@ class LinearAttention(Mixer, Component, frozen=True):
 
     label = "recurrence"
     slot = "recurrence"
-    computed_in = "gptkit.modules.linear_attention"
+    computed_in = ".linear_attention"
     axes = ("group",)
     described = ("head_dim", "scale", "position", "q_norm", "k_norm", "qkv_bias", "output_bias")
     forgotten: ClassVar[dict[str, str]] = {

@@ -32,7 +32,7 @@ class Mamba(Mixer, Component, frozen=True):
 
     label = "recurrence"
     slot = "recurrence"
-    computed_in = "gptkit.modules.mamba"
+    computed_in = ".mamba"
     described = ("state_size", "rank", "bias", "conv_bias", "dt_norm", "b_norm", "c_norm")
     forgotten: ClassVar[dict[str, str]] = {
         "bias": "biases of the recurrence dropped",

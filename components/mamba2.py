@@ -30,7 +30,7 @@ class Mamba2(Mixer, Component, frozen=True):
 
     label = "recurrence"
     slot = "recurrence"
-    computed_in = "gptkit.modules.mamba2"
+    computed_in = ".mamba2"
     axes = ("inner", "states")
     rounds = ("chunk",)
     described = ("state_size", "norm", "bias", "output_bias", "conv_bias")

@@ -29,7 +29,7 @@ class RGLRU(Mixer, Component, frozen=True):
 
     label = "recurrence"
     slot = "recurrence"
-    computed_in = "gptkit.modules.rg_lru"
+    computed_in = ".rg_lru"
     described = ("inner", "heads", "kernel", "activation")
     axes = ("units", "channels")
 

@@ -27,7 +27,7 @@ class TimeMixing(Mixer, Component, frozen=True):
 
     label = "recurrence"
     slot = "recurrence"
-    computed_in = "gptkit.modules.rwkv"
+    computed_in = ".rwkv"
     described = ("inner",)
 
     hidden_size: Size
@@ -93,7 +93,7 @@ class ChannelMixing(Mixer, Component, frozen=True):
 
     label = "feed-forward"
     slot = "channel_mixing"
-    computed_in = "gptkit.modules.rwkv"
+    computed_in = ".rwkv"
     described = ("intermediate_size",)
 
     hidden_size: Size

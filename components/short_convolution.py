@@ -20,7 +20,7 @@ class ShortConvolution(Mixer, Component, frozen=True):
 
     label = "convolution"
     slot = "convolution"
-    computed_in = "gptkit.modules.short_convolution"
+    computed_in = ".short_convolution"
     described = ("bias",)
     forgotten: ClassVar[dict[str, str]] = {"bias": "biases of short convolutions dropped"}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..errors import UsageError
 
 FORMATS = {
-    name: f"gptkit.converter.formats.{inside}"
+    name: f".{inside}"
     for name, inside in (
         ("gguf", "gguf"),
         ("llama2c", "llama2c"),
@@ -21,7 +21,8 @@ FORMATS = {
         ("trained", "trained"),
     )
 }
-"""The name of a format -> the module with its functions (see `formats.Format`). Plugins may add formats.
+"""The name of a format -> the module with its functions (see `formats.Format`): a full name, or a name in
+`converter.formats` that begins with a dot. Plugins may add formats.
 
 With "MODULE:NAME", an object of this name in the module has the functions."""
 

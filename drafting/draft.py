@@ -160,7 +160,7 @@ def _asked(question: dict[str, Any]) -> dict[str, Any]:
 
     Raises the error that the process reports, or GptkitError if it took too much time or memory.
     """
-    reply = Confined(["-P", "-m", "gptkit.drafting.trial"], _SECONDS).ask(question)
+    reply = Confined(["-P", "-m", f"{__package__}.trial"], _SECONDS).ask(question)
     if reply is None or "error" in reply:
         reason = "it took too much time or memory" if reply is None else reply["error"]
         raise GptkitError(

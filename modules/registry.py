@@ -34,7 +34,7 @@ def computes(kind: type[Component]) -> Callable[[_Module], _Module]:
 def module_of(node: Component) -> Any:
     """Return the module class for a component. Raises MissingComponent if its kind has none."""
     if type(node) not in _MODULES and node.computed_in:
-        import_module(node.computed_in)
+        import_module(node.computed_in, __package__)
     module = _MODULES.get(type(node))
     if module is None:
         raise MissingComponent(

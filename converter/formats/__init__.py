@@ -96,6 +96,6 @@ class Format(Protocol):
 def format_named(name: str) -> Format:
     """Return the format of this name, which is one of `targets.FORMATS`."""
     module, _, inside = FORMATS[name].partition(":")
-    loaded = importlib.import_module(module)
+    loaded = importlib.import_module(module, __package__)
     format_: Format = getattr(loaded, inside) if inside else loaded
     return format_
