@@ -119,7 +119,7 @@ format: $(STAMP)
 types: $(STAMP)
 	@mkdir -p build/types && ln -sfn ../.. build/types/gptkit
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p gptkit \
-		--exclude '^gptkit/(tests|docs|build|benchmarks|examples|\.venv)/'
+		--exclude '^gptkit/(tests|docs|build|benchmarks|examples|wheels|\.venv)/'
 
 # The wheel of gptkit, and that of hf-gptkit, which needs neither torch nor transformers.
 wheels: wheel

@@ -15,6 +15,8 @@ from ..display import Record, Shown
 if TYPE_CHECKING:
     from ..architectures import Architecture
 
+SMALL = 50_000_000
+"""The largest model, in parameters, that gptkit runs in fp64 and once more per step, cause or mistake by default."""
 _VOCABULARY_SIDE = ("embedding", "positions", "head")
 """Components whose size depends on the vocabulary or the context."""
 

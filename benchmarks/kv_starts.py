@@ -25,8 +25,9 @@ import gptkit
 from gptkit.components import Attention, Rotary
 from gptkit.modules import Decoder
 from gptkit.surgery.base import StoredModel
-from gptkit.surgery.fits.calibration import TOKENS, Calibration, read_text
+from gptkit.surgery.fits.calibration import Calibration
 from gptkit.surgery.fits.regression import Moment, augment, balanced, fit_keys, fit_values
+from gptkit.surgery.fits.text import TOKENS, read_text
 from gptkit.training.heal import heal
 
 PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"

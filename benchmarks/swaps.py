@@ -25,7 +25,7 @@ from gptkit.analysis.parameters import count
 from gptkit.errors import GptkitError, SwapRefused, UsageError
 from gptkit.report.quantities import cost_change
 from gptkit.surgery.chain import chain
-from gptkit.surgery.fits.calibration import read_text
+from gptkit.surgery.fits.text import read_text
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
 from gptkit.surgery.listing import limits_of, values_of
 from gptkit.surgery.measure import Measurement, measure

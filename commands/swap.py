@@ -1,7 +1,7 @@
 """The commands swap, which changes components of a model, and swaps, which lists the possible changes."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,9 +156,7 @@ def swap(
     **asked: Any,
 ) -> None:
     """Replace, shrink or merge components of a model, and measure the effect."""
-    from ..report.healing import Healing, healing_report
     from ..report.surgery import dry_run_report, steps_report, swap_lines
-    from ..training.heal import heal
     from ..training.healed import HealedSwap
     from ..training.healed import swap as run
 
@@ -171,8 +169,7 @@ def swap(
     measuring: Any = {"measured": not no_measure, "each_step": measure_steps or None}
     writing: Any = {"to": to, "dtype": dtype, "resume": resume, "force": force, "dry_run": dry_run}
     swapping = {"recipe": recipe, "blocks": blocks, **fitting, **measuring, **writing, **opening, **values}
-    watched = Healing(quiet)
-    healing = partial(heal, on_start=watched.start, tell=watched.step)
+    healing = None if dry_run else _healing(quiet)
     with progress_bar("swapping", quiet) as advance:
         done = run(model, out, **swapping, watched=healing, progress=lambda nbytes: advance(nbytes, 0))
     if not quiet:
@@ -182,6 +179,8 @@ def swap(
         elif len(done.chain.steps) > 1:
             console().print("", steps_report(done), sep="\n")
         if isinstance(done, HealedSwap) and done.healed is not None:
+            from ..report.healing import healing_report
+
             console().print(healing_report(done.healed))
     if report is not None and not dry_run:
         from ..report.damage import damage_lines, write_report
@@ -191,6 +190,15 @@ def swap(
             damage = assess(done, held_out(done, calibrate, calibrate_tokens), tell)
         files = write_report(done, damage, report)
         say([*damage_lines(damage), f"report: {', '.join(map(str, files))}"], quiet)
+
+
+def _healing(quiet: bool) -> Callable[..., Any]:
+    """Return `training.heal.heal`, with progress lines unless `quiet`."""
+    from ..report.healing import Healing
+    from ..training.heal import heal
+
+    watched = Healing(quiet)
+    return partial(heal, on_start=watched.start, tell=watched.step)
 
 
 @command("gptkit swaps sample:gpt2", "gptkit swaps --recipes")

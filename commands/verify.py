@@ -108,7 +108,7 @@ def verify(
 
         `source` is the model, whose tokenizer encodes the text.
         """
-        from ..surgery.fits.calibration import read_text
+        from ..surgery.fits.text import read_text
 
         if text is None and not (source.origin.reference or "").startswith("sample:"):
             return None

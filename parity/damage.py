@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..analysis.parameters import count
+from ..analysis.parameters import SMALL, count
 from ..components import Block, ModelSpec
 from ..converter.weights import Tree
 from ..modules.load import filled, tensor_of
 from ..modules.registry import build_module
 from .bisect import KeptStates
 from .compare import PositionComparison, compare_heads, perplexity, require_same_tokens
-from .probe import RUNNING, SMALL, Scope, Tokens, inputs
+from .probe import RUNNING, Scope, Tokens, inputs
 from .rows import final_norm, states
 
 _TEXT = 2048  # the largest number of tokens of the text that are used

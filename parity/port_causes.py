@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..analysis.parameters import count
+from ..analysis.parameters import SMALL, count
 from ..components import ModelSpec
 from .compare import largest_gap, mean_gap
 from .mutations import Apply, Mutant, Weights, mutated, of_ports
-from .probe import SMALL, ProbeBatch
+from .probe import ProbeBatch
 from .score import run_tree
 
 PADDING = "padding ignored (attention_mask has no effect)"

@@ -30,8 +30,6 @@ LONG = 200  # the minimum length of the longest batch, if the model supports it:
 _REGIONS = 64
 KEPT = 256
 """The number of positions per sequence whose logits are compared. All would need too much memory."""
-SMALL = 50_000_000
-"""The largest model, in parameters, that gptkit runs in fp64 and once more per step, cause or mistake by default."""
 WINDOW = 1024  # tokens of text in one input
 TOGETHER = 2048  # tokens of text that go through a model together, so that each weight is read once for them
 _NEAR = 1e-9  # the relative difference of equal frequencies that are computed in two ways

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.activations import Kernel
-from ..analysis.parameters import count
+from ..analysis.parameters import SMALL, count
 from ..components import ModelSpec, differences
 from ..components.ranges import some_of
 from ..converter.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ from .compare import largest_gap
 from .mutations import MUTATIONS, Mutant, Weights
 from .outputs import with_pooled
 from .passes import hooked
-from .probe import RUNNING, SMALL, TABLES, ProbeBatch
+from .probe import RUNNING, TABLES, ProbeBatch
 from .rows import final_norm, head_rows
 from .sides import Sides
 

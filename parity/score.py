@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from ..analysis.parameters import count
+from ..analysis.parameters import SMALL, count
 from ..components import Block, Component, Mixer, ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..modules import Decoder
@@ -23,7 +23,7 @@ from ..modules.load import load_checkpoint
 from .compare import largest_gap
 from .mutations import Weights, applicable
 from .outputs import outputs_of
-from .probe import AFFORDABLE, LONG, SMALL, TABLES, ProbeBatch, limits, longest
+from .probe import AFFORDABLE, LONG, TABLES, ProbeBatch, limits, longest
 
 
 @dataclass(frozen=True)

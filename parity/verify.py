@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..analysis.activations import Kernel
-from ..analysis.parameters import count
+from ..analysis.parameters import SMALL, count
 from ..architectures.obstacles import by_layers, short
 from ..architectures.releases import untested
 from ..components import ModelSpec, differences, without_rounding
@@ -52,7 +52,6 @@ from .precision import Imprecise, imprecise_component
 from .probe import (
     AFFORDABLE,
     LONG,
-    SMALL,
     ProbeBatch,
     limited_to,
     limits,

@@ -6,10 +6,12 @@ differ. For this, gptkit may add biases that are zero, or remove such biases. If
 `remedies` names swaps that would make it possible.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -24,11 +26,14 @@ from ..converter.targets import FOLDERS, Target, target
 from ..errors import MissingComponent, UsageError
 from .base import Filled, Guarantee, Model, Promise, StoredModel, Swapped, SwappedModel, Tensor, weakest
 from .choice import Tried, choose, may_choose, reasons
-from .fits.calibration import TOKENS, Calibration, CalibrationText, NoText, read_text
+from .fits.text import TOKENS, CalibrationText, NoText, read_text
 from .options import spelled
 from .recipe import called, in_messages, plain
 from .registry import Step, apply, options, swap_for
 from .remedies import in_the_way
+
+if TYPE_CHECKING:
+    from .fits.calibration import Calibration
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,8 @@ def chain(
 
         def calibration() -> Calibration:
             """Return the calibration text in the vocabulary of the current model."""
+            from .fits.calibration import Calibration  # needs torch, which a dry run does not
+
             fitted = None if swap_for(step.option, step.value).chooses else TOKENS
             used.append(read().cut(step.tokens or fitted))
             return Calibration(used[0].renamed(promise), models[-1].spec)

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import SwapRefused
 from .base import Exactly, Model, Swapped, SwappedModel
-from .fits.calibration import TOKENS, CalibrationText
-from .measure import OnText
+from .fits.text import TOKENS, CalibrationText
 from .options import spelled
 from .registry import Step, swap_for
 
@@ -77,6 +76,8 @@ def choose(
         text: The calibration text in the vocabulary of `before`.
         make: A function that runs one variant. It returns the result, and whether the variant used the text.
     """
+    from .measure import OnText  # needs torch, which a dry run does not
+
     first, *larger = sizes(asked, text, sum(parameter.count for parameter in before.spec.parameters()))
     judge, forms, best = (
         OnText(Exactly(before), text.choosing),

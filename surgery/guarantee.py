@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..analysis.parameters import count
+from ..analysis.parameters import SMALL, count
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.dtypes import HF_NAMES
 from ..errors import GptkitError, InvalidInput, SwapRefused
-from ..parity.probe import SMALL
 from ..parity.verify import require_finite_weights, verify
 from .base import Exactly, StoredModel
 from .chain import Chain, chain
-from .fits.calibration import CalibrationText
+from .fits.text import CalibrationText
 from .measure import Measurement, measure
 
 EXACT_FP64, EXACT_FP32 = 1e-12, 1e-5  # the largest relative error of logits that "exact" allows

@@ -91,7 +91,8 @@ def values_of(swap: Swap, spec: ModelSpec) -> Iterator[str]:
 def listing(source: Checkpoint) -> Listing:
     """Try every swap on an opened checkpoint, and return the results. Raises InvalidInput if weights are not finite."""
     from .base import StoredModel
-    from .fits.calibration import Calibration, read_text
+    from .fits.calibration import Calibration
+    from .fits.text import read_text
 
     model, before, entries = StoredModel(source), costs(source.spec), []
     text: Calibration | None = None

@@ -14,14 +14,13 @@ from textwrap import wrap
 
 import numpy as np
 
+from ..analysis.parameters import SMALL
 from ..architectures import Architecture
 from ..architectures.obstacles import Expression, Obstacle, Zero, by_layers, express
 from ..components import ModelSpec
 from ..components.ranges import some_of
 from ..errors import CannotExpress, InvalidInput, SwapRefused, UsageError
-from ..parity.probe import SMALL
 from .base import ORDER, Exactly, Guarantee, Model, Swapped, SwappedModel, weakest
-from .measure import measure
 from .registry import Step, all_swaps, apply, options
 from .shapes import swapped
 
@@ -203,6 +202,8 @@ def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Ex
 
 def _way_in_words(way: Way) -> list[str]:
     """Describe the swap steps of a way in lines of text, with the KL that each costs if that is quick to measure."""
+    from .measure import measure
+
     name, end = way.start.target.owner, way.end
     costs = []
     for number, (step, guarantee) in enumerate(zip(way.steps, end.guarantees, strict=True)):

@@ -1,14 +1,16 @@
 """The function `swap`: replace components of a checkpoint, write the result, and measure it from the written files."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..analysis.parameters import count
+from ..analysis.parameters import SMALL, count
 from ..architectures import Architecture
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
@@ -24,16 +26,16 @@ from ..converter.threads import as_before, suit
 from ..converter.write import FolderPlan, execute
 from ..display import Shown
 from ..errors import UsageError
-from ..parity.damage import Damage, damage
-from ..parity.probe import SMALL
 from ..version import __version__
 from .base import Guarantee, Model, Moved, StoredModel
 from .chain import Chain, chain, leaving
-from .fits.calibration import CalibrationText, read_text
-from .guarantee import measured_from_files, plain_form, require_transformers, steps_alone
-from .measure import Measurement
+from .fits.text import CalibrationText, read_text
 from .recipe import Recipe, plain, read_recipe
 from .registry import Step, steps_of
+
+if TYPE_CHECKING:
+    from ..parity.damage import Damage
+    from .measure import Measurement
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,8 @@ def _measure(
 
     `each_step` says whether to measure each step alone. With None, this is done for several steps on a small model.
     """
+    from .guarantee import measured_from_files, plain_form, require_transformers, steps_alone
+
     held_out = None if text is None else text.held_out
     text = text if held_out else None
     whole = measured_from_files(source, done, stored, folder, held_out)
@@ -395,6 +399,8 @@ def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[s
 
     `text` has token ids of the old vocabulary. With None, the damage is not measured on a text.
     """
+    from ..parity.damage import damage
+
     done = result.chain
     suit(done.spec)
     return damage(

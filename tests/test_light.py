@@ -58,6 +58,7 @@ def run(path: Path, words: Sequence[str], cwd: Path) -> subprocess.CompletedProc
         "convert sample:llama local",
         "convert sample:llama model.gguf --to gguf",
         "swaps",
+        "swap sample:llama out --attention mqa --norm layernorm --dry-run",
     ],
 )
 def test_commands_need_no_torch(command: str, path: Path, tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
 """Swap components of a model, and then heal the changed model if the recipe has a heal step."""
 
+from __future__ import annotations
+
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ..converter.files import locked
 from ..converter.opening import Opening
@@ -17,10 +17,9 @@ from ..surgery.recipe import read_recipe
 from ..surgery.registry import Step
 from ..surgery.swap import SwapResult
 from ..surgery.swap import swap as exchange
-from .heal import Healed, heal
-from .parallel import Group
-from .runs import stores_in
-from .state import make_folder, remove_empty, require_free, run_folder
+
+if TYPE_CHECKING:
+    from .heal import Healed
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,14 @@ def swap(
     resume: bool = False,
     force: bool = False,
     dry_run: bool = False,
-    watched: Callable[..., Healed] = heal,
+    watched: Callable[..., Healed] | None = None,
     **options: Any,
 ) -> SwapResult:
     """Swap components of a checkpoint with `surgery.swap`. If the recipe has a heal step, train the result afterwards.
 
     With `resume`, an interrupted healing continues. The swaps before it are carried out again, with identical bytes.
-    `watched` is called instead of `heal`, with the same arguments. A command can pass a function that shows progress.
+    `watched` is called instead of `training.heal.heal`, with the same arguments. A command can pass a function that
+    shows progress.
     """
     content = None if recipe is None else read_recipe(recipe)
     run = partial(exchange, model, recipe=recipe, dry_run=dry_run, **options)
@@ -57,6 +57,13 @@ def swap(
     if dry_run:
         done = run(out=out, steps=steps, to=to, force=force)
         return replace(done, recipe=replace(done.recipe, heal=content.heal) if done.recipe else None)
+    import torch  # which a dry run does not need
+
+    from .heal import heal
+    from .parallel import Group
+    from .runs import stores_in
+    from .state import make_folder, remove_empty, require_free, run_folder
+
     arguments = {"train": "trained", "compile": "compiled"}
     healing: dict[str, Any] = {arguments.get(name, name): value for name, value in content.heal.settings.items()}
     if {"tokens", "seconds"} <= healing.keys():
@@ -77,7 +84,7 @@ def swap(
             store.resumes(resume, force)  # refuse before the swaps, which may take long
         stack.callback(shutil.rmtree, changed, ignore_errors=True)
         done = run(out=changed, steps=steps, to="local", force=True)
-        healed = watched(
+        healed = (watched or heal)(
             changed, model, [content.heal.value], target, **healing, **opening, resume=resume, force=force,
             to="hf:auto" if to == "auto" else to,
         )  # fmt: skip

@@ -23,8 +23,9 @@ from ...components import Block
 from ...modules.decoder import BlockModule
 from ...modules.linear_attention import LinearAttentionModule, mean, pairs, widened
 from ..base import Model, Wide
-from .calibration import TOKENS, Calibration, run_block
+from .calibration import Calibration, run_block
 from .kv_fit import DOWN, added, refit, refit_down, sublayer_of
+from .text import TOKENS
 
 _RATES = tuple(2.0**-power for power in range(11))
 _FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # the factors of scores that are tried

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "tests" / "messages.txt"
-NO_SOURCE = {"tests", "build", "benchmarks", "docs", "examples"}
+NO_SOURCE = {"tests", "build", "benchmarks", "docs", "examples", "wheels"}
 
 
 def error_classes() -> set[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import gptkit
 
 ROOT = Path(gptkit.__file__).parent
-_APART = ("tests", "docs", "benchmarks", "examples", "build", "dist")
+_APART = ("tests", "docs", "benchmarks", "examples", "wheels", "build", "dist")
 
 
 @cache

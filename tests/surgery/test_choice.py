@@ -16,8 +16,9 @@ import gptkit
 from gptkit.errors import GptkitError, SwapRefused, UsageError
 from gptkit.surgery import choice
 from gptkit.surgery.chain import chain
-from gptkit.surgery.fits import calibration, rounding
-from gptkit.surgery.fits.calibration import PLAY, CalibrationText, read_text
+from gptkit.surgery.fits import rounding
+from gptkit.surgery.fits import text as text_module
+from gptkit.surgery.fits.text import PLAY, CalibrationText, read_text
 from gptkit.surgery.listing import values_of
 from gptkit.surgery.measure import measure_text
 from gptkit.surgery.recipe import FOLDER, read_recipe
@@ -46,7 +47,7 @@ def test_a_text_has_three_parts_that_do_not_meet(tokens: int | None, size: int |
         return
     text = read_text(source, file, tokens)
     fitted, deciding, held = (len(each) for each in (text.fitted, text.choosing, text.held_out))
-    assert fitted == tokens if tokens is not None else calibration.TOKENS <= fitted <= calibration.MOST
+    assert fitted == tokens if tokens is not None else text_module.TOKENS <= fitted <= text_module.MOST
     assert text.fitted == ids[:fitted] and text.choosing + text.held_out == ids[-held - deciding :]
     assert fitted + deciding + held <= len(ids) and deciding > 0 and held > 0
 
@@ -57,9 +58,9 @@ def test_more_tokens_are_tried_step_by_step(given: int | None, there: int, param
     assert found == sorted(found) and found[0] > 0 and found[-1] <= there
     if given is not None:
         assert found == [min(given, there)]
-    elif there >= calibration.TOKENS:
-        assert found[0] >= calibration.TOKENS
-        assert found[-1] * parameters <= choice._WORK or found == [calibration.TOKENS]
+    elif there >= text_module.TOKENS:
+        assert found[0] >= text_module.TOKENS
+        assert found[-1] * parameters <= choice._WORK or found == [text_module.TOKENS]
         assert all(2 <= more / fewer < 8 for fewer, more in itertools.pairwise(found))
 
 
@@ -69,9 +70,9 @@ def test_more_tokens_are_tried_step_by_step(given: int | None, there: int, param
 def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A text of some 2,000 tokens of which 128, then 512 and so on are fitted on."""
     monkeypatch.setattr(choice, "TOKENS", 128)
-    monkeypatch.setattr(calibration, "TOKENS", 128)
-    monkeypatch.setattr(calibration, "_CHOOSING", 256)
-    monkeypatch.setattr(calibration, "_HELD_OUT", 256)
+    monkeypatch.setattr(text_module, "TOKENS", 128)
+    monkeypatch.setattr(text_module, "_CHOOSING", 256)
+    monkeypatch.setattr(text_module, "_HELD_OUT", 256)
     (tmp_path / "text.txt").write_bytes(PLAY.read_bytes()[:5_000])
     return {"calibrate": tmp_path / "text.txt"}
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import gptkit
 from gptkit.components import MixtureOfExperts
 from gptkit.errors import GptkitError, SwapRefused, UsageError
-from gptkit.surgery.fits.calibration import PLAY
+from gptkit.surgery.fits.text import PLAY
 from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import mlp as module
 

@@ -23,7 +23,8 @@ from gptkit.modules.load import filled, tensor_of
 from gptkit.surgery.base import Filled, Model, StoredModel
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits import dropping
-from gptkit.surgery.fits.calibration import Calibration, CalibrationText, read_text
+from gptkit.surgery.fits.calibration import Calibration
+from gptkit.surgery.fits.text import CalibrationText, read_text
 from gptkit.surgery.registry import Step, layers_in
 from gptkit.surgery.shapes import steps_from, swapped
 from gptkit.surgery.swaps import layers as module

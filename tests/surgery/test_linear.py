@@ -15,7 +15,7 @@ from gptkit.components import LinearAttention
 from gptkit.errors import SwapRefused
 from gptkit.surgery.base import StoredModel
 from gptkit.surgery.chain import chain
-from gptkit.surgery.fits.calibration import read_text
+from gptkit.surgery.fits.text import read_text
 from gptkit.surgery.measure import measure
 from gptkit.surgery.registry import Step
 from gptkit.surgery.shapes import swapped

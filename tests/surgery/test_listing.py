@@ -23,7 +23,8 @@ from gptkit.parity.probe import ProbeBatch
 from gptkit.parity.rows import states
 from gptkit.report.surgery import listing_report
 from gptkit.surgery.base import Promise, StoredModel, SwappedModel
-from gptkit.surgery.fits.calibration import Calibration, CalibrationText
+from gptkit.surgery.fits.calibration import Calibration
+from gptkit.surgery.fits.text import CalibrationText
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
 from gptkit.surgery.listing import Listed, Listing, limits_of, listing, values_of
 from gptkit.surgery.options import spelled

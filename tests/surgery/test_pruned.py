@@ -19,8 +19,9 @@ from gptkit.components import MixtureOfExperts
 from gptkit.converter.manifest import manifest_of
 from gptkit.errors import SwapRefused
 from gptkit.surgery.base import StoredModel
-from gptkit.surgery.fits.calibration import Calibration, read_text
+from gptkit.surgery.fits.calibration import Calibration
 from gptkit.surgery.fits.pruning import expert_saliency, head_activity, unit_activity
+from gptkit.surgery.fits.text import read_text
 from gptkit.surgery.layerwise import experts
 
 

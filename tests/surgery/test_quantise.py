@@ -20,7 +20,8 @@ from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.base import Computed, Read
 from gptkit.surgery.facts import Assumed
 from gptkit.surgery.fits import rounding
-from gptkit.surgery.fits.calibration import Calibration, CalibrationText
+from gptkit.surgery.fits.calibration import Calibration
+from gptkit.surgery.fits.text import CalibrationText
 from gptkit.surgery.registry import Step, reshape
 from gptkit.surgery.swaps import quantise as module
 from gptkit.surgery.swaps.mlp import is_mixture

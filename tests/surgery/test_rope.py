@@ -34,7 +34,7 @@ from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import GptkitError, SwapRefused, UsageError
 from gptkit.surgery.base import Computed, Exactly, StoredModel
 from gptkit.surgery.chain import chain
-from gptkit.surgery.fits.calibration import read_text
+from gptkit.surgery.fits.text import read_text
 from gptkit.surgery.measure import measure
 from gptkit.surgery.registry import Step, apply
 from gptkit.surgery.swaps import rope as module
