@@ -5,26 +5,34 @@
 3. `names_and_shapes_agree`: the component tree, gptkit's modules and the reference have the same names and shapes;
 4. `logits_agree`: with random parameters, the logits equal the reference's to the last bit.
 
-They raise AssertionError if the definition is wrong. A reference is a torch module whose parameters have the names of
-the checkpoint, and whose result has `logits`. `reference` builds the one that a family defines (`Architecture.model`).
+`assert_same_function` is for tests of your own code: it compares a torch module with a checkpoint as transformers loads
+it. The pytest plugin (`gptkit.pytest_plugin`) offers it as a fixture.
+
+The four tests raise AssertionError if the definition is wrong. A reference is a torch module whose parameters have the
+names of the checkpoint, and whose result has `logits`. `reference` builds the one that a family defines
+(`Architecture.model`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .architectures import Architecture
+from .architectures import Architecture, named
 from .components import ModelSpec
 from .modules.decoder import Decoder
 from .parity.outputs import outputs_of
+from .parity.port import Port, verify_port
 from .parity.probe import ProbeBatch as Probe
-from .parity.sides import own_reference
+from .parity.sides import auto_class, own_reference, quiet
 
 __all__ = [
     "Probe",
+    "assert_same_function",
     "decoder_of",
     "elements_land_once",
     "fields_are_accounted_for",
@@ -35,6 +43,7 @@ __all__ = [
     "randomised",
     "reference",
     "stored",
+    "tiny_checkpoint",
 ]
 
 Config = Mapping[str, Any]
@@ -197,3 +206,62 @@ def logits_agree(model: Callable[..., Any], decoder: Decoder, batches: Iterable[
             worst[probe.name] = largest_difference(ours, theirs)
     assert worst, "there was no batch to compare"
     assert {name: difference for name, difference in worst.items() if difference != 0} == {}
+
+
+def assert_same_function(model: Port, reference: str | Path, *, long: bool = False, offline: bool = True) -> None:
+    """Assert that your own implementation of a model computes the same logits as transformers.
+
+    The implementation gets token ids (B, T), and returns logits (B, T, vocabulary). A difference that rounding to fp32
+    explains is allowed; see `gptkit.verify`. If the logits differ by more, the AssertionError names the first component
+    that differs, and the mistake that explains the difference.
+
+    Args:
+        model: a torch module with the weights of the reference, a function that returns one, or the name of such a
+            function, `package.module:callable`. The module is copied, not changed.
+        reference: the checkpoint: a folder, a Hugging Face id, or a sample such as "sample:llama".
+        long: also compare texts that are longer than the sliding windows or the original context of the model.
+        offline: use only local files and the cache of the hub.
+
+    Raises:
+        AssertionError: the functions are different.
+        GptkitError: the checkpoint cannot be read, or the implementation raises or returns something else than logits.
+    """
+    __tracebackhide__ = True
+    result = verify_port(reference, model, long=long, offline=offline, mutations=False)
+    if result.verdict == "different":
+        raise AssertionError(_diagnosis(result))
+
+
+def _diagnosis(result: Any) -> str:
+    """Return the report of a verification as text with lines of at most 100 characters."""
+    from rich.console import Console
+
+    from .report.verification import port_report
+
+    text = StringIO()
+    Console(file=text, width=100, color_system=None).print(port_report(result))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def tiny_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
+    """Write a small checkpoint of a family with random weights, as transformers saves it, and return its folder.
+
+    All parameters are random, also norms and biases. The same seed gives the same checkpoint. The vocabulary has 97
+    tokens, and there is no tokenizer.
+
+    Args:
+        family: the name of the family, such as "llama"; `gptkit families` lists them.
+        folder: where to write the files.
+        seed: draws the sizes and the weights.
+
+    Raises:
+        UnknownFamily: gptkit has no family of this name.
+    """
+    import transformers
+
+    config = named(family).drawn(seed)
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(seed)
+        model = auto_class(config).from_config(transformers.AutoConfig.for_model(**config))
+        randomised(model, seed).save_pretrained(folder)  # type: ignore[operator]
+    return folder

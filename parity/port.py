@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from .score import MistakeScore, assigned, try_mistakes, wide_weights
 from .sides import StreamedModel, default_dtype, load_reference, quiet, reference_folder, stream_candidate
 from .verify import IMPRECISE, versions
 
+Port: TypeAlias = str | nn.Module | Callable[[], nn.Module]
 _NOTHING = "none of your port's submodules can be compared: they return only the logits"
 
 
@@ -99,11 +100,28 @@ class PortVerification:
         return next((match for match in self.matches if match.place.parts), None)
 
 
-def load_port(reference: str) -> nn.Module:
-    """Import `package.module:callable` from the working directory, call it, and return the user's torch module.
+def load_port(reference: Port) -> nn.Module:
+    """Return the user's torch module in eval mode.
+
+    A name `package.module:callable` is imported from the working directory and called. Another callable is called, and
+    a torch module is copied.
 
     Raises UsageError if that fails.
     """
+    if isinstance(reference, nn.Module):
+        return copy.deepcopy(reference).eval()
+    return _built(reference if callable(reference) else _imported(reference), name_of(reference)).eval()
+
+
+def name_of(port: Port) -> str:
+    """Return the name of a port in messages."""
+    if isinstance(port, str):
+        return port
+    return type(port).__name__ if isinstance(port, nn.Module) else getattr(port, "__qualname__", repr(port))
+
+
+def _imported(reference: str) -> Any:
+    """Import `package.module:callable` from the working directory. Raises UsageError if that fails."""
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
         raise UsageError(f"{reference!r} does not have the form MODULE:CALLABLE", "Write, for example, my_port:build.")
@@ -120,6 +138,14 @@ def load_port(reference: str) -> nn.Module:
         sys.path.remove(here)
     if build is None:
         raise UsageError(f"cannot import {reference}: the module {name} has no attribute {attribute}")
+    return build
+
+
+def _built(build: Any, reference: str) -> nn.Module:
+    """Call a function that returns the user's torch module. `reference` is its name in messages.
+
+    Raises UsageError if it cannot be called, or returns something else.
+    """
     hint = "Name a function that returns your torch module."
     if not callable(build):
         raise UsageError(f"{reference} is a {type(build).__name__}, not a callable", hint)
@@ -134,7 +160,7 @@ def load_port(reference: str) -> nn.Module:
             port = build()
     if not isinstance(port, nn.Module):
         raise UsageError(f"{reference} returned a {type(port).__name__}, not a torch module")
-    return port.eval()
+    return port
 
 
 @contextmanager
@@ -171,7 +197,7 @@ def _line_of(error: BaseException) -> str:
 @as_before()
 def verify_port(
     model: str | Path,
-    against: str,
+    against: Port,
     *,
     long: bool = False,
     offline: bool = False,
@@ -184,8 +210,8 @@ def verify_port(
 
     Args:
         model: the checkpoint, which transformers loads.
-        against: the port, as `package.module:callable`. The callable returns a torch module with the checkpoint's
-            weights.
+        against: the port: a torch module with the checkpoint's weights, a function that returns one, or the name of
+            such a function, `package.module:callable`.
         long: as for `verify`.
         offline: as for `verify`.
         mutations: as for `verify`.
@@ -200,7 +226,7 @@ def verify_port(
     suit(source.spec)
     architecture, spec = source.architecture, source.spec
     say("a port of your own")
-    port = load_port(against)
+    port, against = load_port(against), name_of(against)
     with _blaming("your module raised", "when it was put into float32 and float64"):
         port = port.float()
         port64 = copy.deepcopy(port).double()
