@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..terminal import answer, progress_bar, say, status
-from .base import JSON, QUIET, ForTree, Pictures, argument, command, flag, option
+from .base import JSON, QUIET, ForTree, Pictures, argument, command, device_option, flag, option
 
 
 @command(
@@ -24,10 +24,7 @@ def ablate(
         "The training text, instead of the one in the plan: a text file (repeatable), or one folder written "
         "by gptkit tokenize.",
     ),
-    device: str | None = option(
-        "NAME",
-        "The device to train on: cpu, cuda or cuda:1. The default is a GPU if there is one, and otherwise the CPU.",
-    ),
+    device: str = device_option(what="train"),
     resume: bool = flag(
         "--resume",
         "Continue an interrupted ablation. Repeat the command with this option. Finished runs are not repeated.",

@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from ..terminal import answer, print_json, progress_bar
-from .base import FORCE, JSON, QUIET, ForTree, argument, command, flag, option
+from .base import FORCE, JSON, QUIET, ForTree, argument, command, device_option, flag, option
 from .completion import complete_model
 
 
@@ -36,6 +36,7 @@ def audit(
         "Also read the weights, and report tensors with NaN, with infinities, of zeros only, or identical "
         "to others. With --source, also report values that differ from OLD.",
     ),
+    device: str = device_option(what="compare logits"),
     everything: bool = flag("--all", "List all tensors of every finding, instead of only the first ones."),
     fix: Path | None = option(
         "--fix OUT",
@@ -58,7 +59,8 @@ def audit(
     from ..report.audit import audit_report
 
     with progress_bar("reading", quiet or json or sarif or not values) as advance:
-        how: Any = {"source": source, "loader": loader, "values": values, "progress": advance, **opening}
+        how: Any = {"source": source, "loader": loader, "values": values, "device": device}
+        how |= {"progress": advance, **opening}
         report = audits.audit(model, **how) if fix is None else audits.fix(model, fix, force=force, **how)
     if sarif:
         print_json(report.as_sarif())

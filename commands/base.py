@@ -226,6 +226,27 @@ FORCE = flag(
     "checkpoint, such as notes, are kept.",
 )
 QUIET = flag("-q --quiet", "Print nothing but errors.")
+
+
+def device_option(*, several: bool = False, panel: str | None = None, what: str = "compute") -> Any:
+    """Return the option --device.
+
+    Args:
+        several: whether the layers of the model may be divided over several devices.
+        panel: The heading in the help.
+        what: The verb for what runs on the device.
+    """
+    more = " Several GPUs, such as cuda:0,cuda:1, divide the layers of the model among them." if several else ""
+    return option(
+        "--device DEVICE",
+        f"The device to {what} on: cpu, cuda (the first GPU), cuda:1 (the second GPU), mps (the GPU of a Mac), or "
+        f"auto, which is a GPU if PyTorch can use one (never mps), and otherwise the CPU.{more}",
+        panel,
+        default="auto",
+        complete=one_of(("auto", "cpu", "cuda", "mps")),
+    )
+
+
 WORKERS = option("N", "The number of threads, such as 4. The default is one per CPU core.", min=1)
 
 
@@ -394,6 +415,9 @@ def _guarded(function: _F) -> _F:
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
+            full = _full_gpu(error, kwargs.get("model"))
+            if full is not None:
+                fail(str(full), full.exit_code)
             if _lacks_memory(error):
                 fail(
                     "not enough memory on this machine\nClose other programs, or use a smaller model, context or "
@@ -406,6 +430,18 @@ def _guarded(function: _F) -> _F:
 
     run.__signature__ = signature  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
+
+
+def _full_gpu(error: Exception, model: Any) -> GptkitError | None:
+    """Return the error for the user if the memory of a GPU is full, or None for other errors.
+
+    `model` is the argument MODEL of the command, if it has one.
+    """
+    if sys.modules.get("torch") is None:  # None if it cannot be imported
+        return None
+    from ..modules.devices import memory_error
+
+    return memory_error(error, model if isinstance(model, str) else None)
 
 
 _NO_MEMORY = ("annot allocate memory", "failed to map segment", "cannot create shared object", "std::bad_alloc")

@@ -10,7 +10,7 @@ from ..converter.targets import targets
 from ..errors import GptkitError, UsageError
 from ..terminal import answer, console, progress_bar, say
 from . import base
-from .base import FORCE, JSON, MODEL, QUIET, ForWeights, argument, command, flag, option
+from .base import FORCE, JSON, MODEL, QUIET, ForWeights, argument, command, device_option, flag, option
 from .completion import FLOATS, complete_target, one_of
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def load(
     ),
     seed: int | None = option("N", "With --random: the seed of the weights. The default is 0.", min=0),
     out: Path | None = option("FOLDER", "With --random: write the weights to this folder, in gptkit's own format."),
+    device: str = device_option(several=True, what="build the model"),
     force: bool = FORCE,
     opening: ForWeights,
     json: bool = JSON,
@@ -41,7 +42,7 @@ def load(
 ) -> None:
     """Load a checkpoint, or random weights, and report its family, components, files and anything unexpected."""
     if random:
-        drawn = _random(model, dtype, seed or 0, out, force, opening, quiet)
+        drawn = _random(model, dtype, seed or 0, out, force, device, opening, quiet)
         answer(json, drawn.as_json, drawn.summary, quiet)
         if drawn.out is not None:
             say([f"{drawn.out}: gptkit's own format"], quiet or json)
@@ -56,22 +57,33 @@ def load(
     from ..report.checkpoints import load_json, load_summary
 
     checkpoint = open_checkpoint(model, **opening)
+    from ..modules.devices import devices_of, in_words
     from ..modules.load import load_checkpoint, torch_dtype
 
     total = sum(path.stat().st_size for path in checkpoint.files)
     with progress_bar("loading", quiet) as advance:
-        module = load_checkpoint(checkpoint, dtype, progress=lambda done: advance(done, total))
+        places = devices_of(device)
+        module = load_checkpoint(checkpoint, dtype, device=places, progress=lambda done: advance(done, total))
     for name, parameter in module.named_parameters():
         if bad := int((~parameter.isfinite()).sum()):
             checkpoint.notes.append(f"{name}: {bad:,} of its values are NaN or infinite")
     built = f"{sum(p.numel() for p in module.parameters()):,} parameters as {torch_dtype(dtype, checkpoint.dtype)}"
+    if any(place.type != "cpu" for place in places):
+        built += f" on {', '.join(map(in_words, places))}"
     answer(json, lambda: load_json(checkpoint), lambda: load_summary(checkpoint), quiet)
     if not (json or quiet):
         console().print(f"built          {built}", soft_wrap=True)
 
 
 def _random(
-    model: str, dtype: str | None, seed: int, out: Path | None, force: bool, opening: dict[str, Any], quiet: bool
+    model: str,
+    dtype: str | None,
+    seed: int,
+    out: Path | None,
+    force: bool,
+    device: str,
+    opening: dict[str, Any],
+    quiet: bool,
 ) -> RandomModel:
     """Draw random weights, write them to the folder `out` if given, and run a forward pass if memory suffices."""
     from ..analysis.parameters import count
@@ -79,11 +91,12 @@ def _random(
     from ..converter.outline import outline
     from ..converter.publish import Staging
     from ..converter.safetensors import DTYPES
-    from ..modules.initialise import INITIALISATION, finite_logits, require_memory, write_random
+    from ..modules.devices import devices_of
+    from ..modules.initialise import INITIALISATION, finite_logits, write_random
     from ..modules.load import load_random
     from ..report.checkpoints import RandomModel
 
-    stored = parse_dtype(dtype or "float32")
+    stored, places = parse_dtype(dtype or "float32"), devices_of(device)
     if out is not None:
         Staging(out, force).check()
     tree = outline(model, offline=opening["offline"], allow_pickle=opening["allow_pickle"], companions=True)
@@ -95,16 +108,14 @@ def _random(
                 tree, out, seed=seed, dtype=HF_NAMES[stored], force=force, progress=lambda done: advance(done, total)
             )
     try:
-        require_memory(tree.spec, stored, model)
+        with progress_bar("drawing", quiet) as advance:
+            building: Any = {"device": places, "name": model, "progress": lambda done: advance(done, total)}
+            module = load_random(tree.spec, HF_NAMES[stored], seed=seed, **building)
     except GptkitError as error:
         if written is None:
             raise
         notes.append(f"the forward pass was skipped: {error.message}")
     else:
-        with progress_bar("drawing", quiet) as advance:
-            module = load_random(
-                tree.spec, HF_NAMES[stored], seed=seed, progress=lambda done: advance(done, total), name=model
-            )
         finite = finite_logits(module)
     where = None if written is None else str(written.folder)
     nbytes = 0 if written is None else written.nbytes

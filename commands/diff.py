@@ -38,6 +38,7 @@ def diff(
         default=True,
     ),
     workers: int | None = base.WORKERS,
+    device: str = base.device_option(what="compute ranks"),
     json: bool = JSON,
     *,
     drawn: Pictures,
@@ -56,7 +57,7 @@ def diff(
     from ..report.diff import diff_page, diff_report
 
     with progress_bar("comparing", quiet or json) as advance:
-        result = run(a, b, **opening, rank=rank, workers=workers, progress=advance)
+        result = run(a, b, **opening, rank=rank, workers=workers, device=device, progress=advance)
     answer(json, result.as_json, lambda: diff_report(result, rows, everything), quiet, crop=False)
     drawn.write(lambda: diff_page(result), quiet=quiet or json)
     if not result.same:

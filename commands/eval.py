@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..terminal import answer, status
-from .base import JSON, MODEL, QUIET, ForWeights, Pictures, command, option, tokens
+from .base import JSON, MODEL, QUIET, ForWeights, Pictures, command, device_option, option, tokens
 from .completion import FLOATS, one_of
 
 
@@ -70,7 +70,7 @@ def evaluate(
         default="sdpa",
         complete=one_of(("sdpa", "eager")),
     ),
-    device: str = option("NAME", "The device to compute on: cpu, cuda or cuda:1.", default="cpu"),
+    device: str = device_option(several=True),
     drawn: Pictures,
     json: bool = JSON,
     opening: ForWeights,

@@ -8,7 +8,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import complain
-from .base import MODEL, ForWeights, argument, command, flag, option
+from .base import MODEL, ForWeights, argument, command, device_option, flag, option
 from .completion import FLOATS, one_of
 
 
@@ -60,6 +60,7 @@ def generate(
         default="sdpa",
         complete=one_of(("sdpa", "eager")),
     ),
+    device: str = device_option(several=True),
     opening: ForWeights,
     quiet: bool = flag("-q --quiet", "Print only the generated text, and errors."),
 ) -> None:
@@ -81,7 +82,7 @@ def generate(
     opened = open_checkpoint(model, **opening)
     suit(opened.spec)
     sampling: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    computing: Any = {"dtype": dtype, "attention": attention, "tell": messages.append}
+    computing: Any = {"dtype": dtype, "attention": attention, "device": device, "tell": messages.append}
     if beams is not None:
         penalty = 1.0 if length_penalty is None else length_penalty
         sampling |= {"beams": beams, "length_penalty": penalty, "early_stopping": early_stopping}

@@ -143,7 +143,7 @@ def heal(
     ),
     dtype: str | None = _DTYPE,
     compiled: bool = flag("--compile", "Compile the models with torch.compile, which makes long runs faster.", _HOW),
-    device: str | None = DEVICE,
+    device: str = DEVICE,
     every: int | None = _EVERY,
     to: str | None = _TO,
     resume: bool = _RESUME,

@@ -11,7 +11,7 @@ import typer.main
 
 from ..errors import UsageError
 from ..terminal import answer, console, progress_bar, say, status
-from .base import FORCE, JSON, MODEL, QUIET, Command, ForWeights, argument, command, flag, option
+from .base import FORCE, JSON, MODEL, QUIET, Command, ForWeights, argument, command, device_option, flag, option
 from .completion import forms, one_of
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ def swap(
     no_measure: bool = flag("--no-measure", "Skip the comparison of the logits before and after the change."),
     measure_steps: bool = _MEASURE_STEPS,
     report: Path | None = _REPORT,
+    device: str = device_option(what="fit and measure"),
     resume: bool = _RESUME,
     force: bool = FORCE,
     dry_run: bool = flag("--dry-run", "Show the architecture after the change and its costs, and write nothing."),
@@ -166,7 +167,7 @@ def swap(
         report_paths(report)
     values = {name: [""] * given if isinstance(given, int) else given for name, given in asked.items() if given}
     fitting: Any = {"approximate": approximate, "calibrate": calibrate, "calibrate_tokens": calibrate_tokens}
-    measuring: Any = {"measured": not no_measure, "each_step": measure_steps or None}
+    measuring: Any = {"measured": not no_measure, "each_step": measure_steps or None, "device": device}
     writing: Any = {"to": to, "dtype": dtype, "resume": resume, "force": force, "dry_run": dry_run}
     swapping = {"recipe": recipe, "blocks": blocks, **fitting, **measuring, **writing, **opening, **values}
     healing = None if dry_run else _healing(quiet)
@@ -187,7 +188,7 @@ def swap(
         from ..surgery.swap import assess, held_out
 
         with status("measuring what changed", quiet) as tell:
-            damage = assess(done, held_out(done, calibrate, calibrate_tokens), tell)
+            damage = assess(done, held_out(done, calibrate, calibrate_tokens), tell, device)
         files = write_report(done, damage, report)
         say([*damage_lines(damage), f"report: {', '.join(map(str, files))}"], quiet)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import Elsewhere, GptkitError, UsageError
 from ..terminal import progress_bar, say
-from .base import MODEL, QUIET, ForTree, argument, command, flag, option, tokens
+from .base import MODEL, QUIET, ForTree, argument, command, device_option, flag, option, tokens
 from .completion import one_of
 
 _HOW = "How to train"
@@ -132,11 +132,7 @@ _DTYPE = option(
     _HOW,
     complete=one_of(("float32", "bfloat16")),
 )
-DEVICE = option(
-    "NAME",
-    "The device to train on: cpu, cuda or cuda:1. The default is a GPU if there is one, and otherwise the CPU.",
-    _HOW,
-)
+DEVICE = device_option(panel=_HOW, what="train")
 _EVERY = option(
     "STEPS",
     "Evaluate the model and save a checkpoint every STEPS steps, such as 100. By default, gptkit does "
@@ -182,7 +178,7 @@ def train(
     seed: int = _SEED,
     dtype: str | None = _DTYPE,
     compiled: bool = flag("--compile", "Compile the model with torch.compile, which makes long runs faster.", _HOW),
-    device: str | None = DEVICE,
+    device: str = DEVICE,
     every: int | None = _EVERY,
     sample: str | None = option("PROMPT", "Generate text from this prompt at every evaluation, such as 'ROMEO:'."),
     metrics: Path | None = _METRICS,

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import answer, say, status
-from .base import JSON, MODEL, QUIET, ForWeights, HeatMap, argument, command, flag, option, tokens
+from .base import JSON, MODEL, QUIET, ForWeights, HeatMap, argument, command, device_option, flag, option, tokens
 
 if TYPE_CHECKING:
     from ..converter.checkpoint import Checkpoint
@@ -79,6 +79,7 @@ def verify(
         "that comes with gptkit. Other models have no default.",
     ),
     stream: bool = _STREAM,
+    device: str = device_option(),
     json: bool = JSON,
     opening: ForWeights,
     quiet: bool = QUIET,
@@ -94,6 +95,7 @@ def verify(
         given = {
             "LOCAL": local, "--card": card, "--dtype": None if dtype == "float32" else dtype, "--attention": attention,
             "--prompt": prompt, "--up-to": up_to, "--damage": damage, "--text": text, "--stream": stream or None,
+            "--device": None if device == "auto" else device,
         }  # fmt: skip
         if others := [name for name, value in given.items() if value is not None]:
             raise UsageError(
@@ -125,7 +127,7 @@ def verify(
             from ..parity.verify import verify as run
 
             length = None if up_to is None else tokens("--up-to", up_to)
-            computing: Any = {"dtype": dtype, "attention": attention, "stream": stream}
+            computing: Any = {"dtype": dtype, "attention": attention, "stream": stream, "device": device}
             probe: Any = {"prompts": prompt or (), "long": long, "up_to": length, "mutations": mutations}
             damaged = True if damage is None and text is not None else damage
             more: Any = {"bisected": True if drawn else None, "damaged": damaged, "text": measured_text}

@@ -111,6 +111,6 @@ def _reorder(cache: Any, rows: Tensor) -> None:
     """Replace all tensors of one module's cache by their rows with the indices `rows`. A row is a sequence."""
     for name, value in vars(cache).items():
         if isinstance(value, Tensor):
-            setattr(cache, name, value.index_select(0, rows))
+            setattr(cache, name, value.index_select(0, rows.to(value.device)))
         elif hasattr(value, "__dict__"):
             _reorder(value, rows)

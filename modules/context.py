@@ -1,5 +1,6 @@
 """State that all layers of a forward pass share: position tables, biases and masks, computed once when needed."""
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,23 @@ class Context:
         self._biases: dict[tuple[int, int, int], tuple[Biasing, Tensor]] = {}
         self._allowed: dict[tuple[int | None, int | None, bool, bool], Tensor] = {}
         self._additive: dict[tuple[int | None, int | None, bool, bool], Tensor] = {}
+        self._copies: dict[torch.device, Context] = {}
+
+    def on(self, device: torch.device) -> "Context":
+        """Return this state on a device, for a model whose layers are on several devices.
+
+        The copies of a device share its tables and masks, and all of them share `shared`.
+        """
+        if device == self.position_ids.device:
+            return self
+        if device not in self._copies:
+            made = self._copies[device] = copy(self)
+            for name, value in vars(self).items():
+                if isinstance(value, Tensor):
+                    setattr(made, name, value.to(device))
+            made._tables, made._biases, made._allowed, made._additive = {}, {}, {}, {}
+        self._copies[device].layer = self.layer
+        return self._copies[device]
 
     def tables(self, spec: Turning) -> Any:
         """Return the tables of a rotary position encoding for the new tokens, such as cos and sin.
@@ -140,7 +158,8 @@ class Context:
                 "a layer with kv_from: earlier ran before the layer whose keys and values it uses: run the "
                 "layers in order"
             )
-        return shared
+        keys, values = (tensor.to(self.position_ids.device) for tensor in shared)
+        return keys, values
 
     def first_stream(self) -> Tensor:
         """Return the input of the first block (B, T, hidden). Raises MissingComponent if it was not stored."""

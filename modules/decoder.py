@@ -40,6 +40,7 @@ from . import cross_attention, feed_forward, layers, positions  # noqa: F401
 from .cache import Cache
 from .context import Context, Encoded
 from .layers import ACTIVATIONS, LinearModule, capped
+from .placement import Placement
 from .positions import sinusoids
 from .registry import build_module
 from .streams import Multiplier
@@ -369,6 +370,7 @@ class Decoder(nn.Module):
     Attributes:
         source: the checkpoint that the model was loaded from and its tokenizer, for `modules.save` and `modules.text`;
             None for a model that was built from a `ModelSpec` alone.
+        placement: the devices of the layers, if `load` divided the model over several devices; otherwise None.
     """
 
     embedding: EmbeddingModule
@@ -385,6 +387,7 @@ class Decoder(nn.Module):
         seen: dict[Component, Component] = {}
         self.spec = spec = spec.mapped(lambda node, _: seen.setdefault(node, node))
         self.source: Outline | None = None
+        self.placement: Placement | None = None
         _build_front(self, spec)
         self.encoder = None if spec.encoder is None else Decoder(spec.encoder, attention)
         self.relative_bias = None if spec.relative_bias is None else _RelativeBiasModule(spec.relative_bias)

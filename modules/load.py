@@ -1,7 +1,6 @@
 """Load a checkpoint, or an architecture with random weights, as a torch module."""
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, Unpack
@@ -18,9 +17,10 @@ from ..converter.dtypes import HF_NAMES, parse_dtype
 from ..converter.opening import Opening
 from ..converter.outline import Outline, outline
 from ..converter.weights import Tree
-from ..errors import UsageError
 from ..signatures import takes
 from .decoder import Decoder
+from .devices import Devices, devices_of, reported_memory
+from .placement import allocate, connect, placement, with_memory
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -42,7 +42,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     attention: Kernel = "sdpa",
     *,
-    device: str | torch.device = "cpu",
+    device: Devices = "cpu",
     allow_extra: bool = False,
     random: bool = False,
     seed: int = 0,
@@ -57,7 +57,9 @@ def load(
         model: the checkpoint: a folder, a file, a sample, a preset, or a repository on the hub.
         dtype: the dtype to compute in; by default the dtype that the checkpoint names, as in transformers.
         attention: "sdpa" (torch's fused kernels) or "eager" (the formula written out).
-        device: the device of the parameters.
+        device: the device of the parameters: "cpu", "cuda" (the first GPU), "cuda:1", "mps", or "auto" (a GPU if there
+            is one). Several, such as "cuda:0,cuda:1" or a list, divide the layers among them. Token ids then go in, and
+            logits come out, on the first device.
         offline, allow_pickle: see `Opening`.
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
         random: draw random weights instead of reading those of a checkpoint. A preset, a config.json or a gptkit.json
@@ -68,18 +70,19 @@ def load(
 
     Raises:
         InvalidInput, Offline: as in `open_checkpoint`.
-        UsageError: the dtype or the attention is unknown.
-        GptkitError: the random weights do not fit into memory.
+        UsageError: the dtype, the attention or the device is unknown; the model cannot be divided over these devices.
+        GptkitError: the weights do not fit into the memory of the GPU, or random weights into that of the machine.
     """
+    places = devices_of(device)
     if random:
         from .initialise import drawn_from
 
         tree = outline(str(model), **opening)
-        drawn = load_random(tree.spec, dtype, attention, seed=seed, name=str(model), device=device, progress=progress)
+        drawn = load_random(tree.spec, dtype, attention, seed=seed, name=str(model), device=places, progress=progress)
         drawn.source = drawn_from(tree, seed, parse_dtype(str(torch_dtype(dtype))))
         return drawn
     checkpoint = open_checkpoint(model, allow_extra=allow_extra, **opening)
-    return load_checkpoint(checkpoint, dtype, attention, device=device, progress=progress)
+    return load_checkpoint(checkpoint, dtype, attention, device=places, progress=progress)
 
 
 def load_checkpoint(
@@ -90,7 +93,8 @@ def load_checkpoint(
     This needs memory for the weights in `dtype`, and for one stored tensor. `options` are `device` and `progress`.
     """
     spec, folder = checkpoint.spec, companions(checkpoint)
-    model = build(spec, checkpoint.tensors(), torch_dtype(dtype, checkpoint.dtype), attention, **options)
+    with reported_memory(checkpoint.reference):
+        model = build(spec, checkpoint.tensors(), torch_dtype(dtype, checkpoint.dtype), attention, **options)
     model.source = Outline(spec, checkpoint.origin, folder, checkpoint.revision, texts=checkpoint.texts)
     return model
 
@@ -102,7 +106,7 @@ def load_random(
     *,
     seed: int = 0,
     name: str = "the model",
-    device: str | torch.device = "cpu",
+    device: Devices = "cpu",
     **options: Any,
 ) -> Decoder:
     """Build a model with random weights. The arguments are those of `load`; `options` may have `progress`.
@@ -113,9 +117,11 @@ def load_random(
 
     wanted = torch_dtype(dtype)
     stored = parse_dtype(str(wanted))
-    if str(device).startswith("cpu"):
+    places = devices_of(device)
+    if all(place.type == "cpu" for place in places):
         require_memory(spec, stored, name)
-    return build(spec, initialised(spec, seed, stored), wanted, attention, device=device, **options)
+    with reported_memory(name):
+        return build(spec, initialised(spec, seed, stored), wanted, attention, device=places, **options)
 
 
 def build(
@@ -124,13 +130,14 @@ def build(
     dtype: torch.dtype,
     attention: Kernel = "sdpa",
     *,
-    device: str | torch.device = "cpu",
+    device: Devices = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Decoder:
     """Build a model in eval mode, and fill it with tensors, given as (gptkit's name, array, dtype).
 
-    An array of dtype BF16 is uint16, because numpy has no bf16.
+    An array of dtype BF16 is uint16, because numpy has no bf16. `device` is one device or several, as in `load`.
     """
+    places = placement(spec, dtype.itemsize, devices_of(device))
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for name, array, stored in tensors:
@@ -138,16 +145,21 @@ def build(
             if progress is not None:
                 progress(array.nbytes)
 
-    try:
-        model = _empty(partial(Decoder, spec, attention), dtype, device)
-    except (RuntimeError, AssertionError) as error:  # no such device, or no memory for the model on it
-        raise UsageError(
-            f"PyTorch cannot move the model to the device {device}: {str(error).splitlines()[0]}"
-        ) from error
+    with torch.device("meta"):
+        model = Decoder(spec, attention).to(dtype)
+    allocate(model, places)
+    if len(places.nbytes) > 1:
+        connect(model, places)
     return _fill(model, values())
 
 
-def filled(make: Callable[[], _M], read: Callable[[str], Tensor], dtype: torch.dtype, path: str = "") -> _M:
+def filled(
+    make: Callable[[], _M],
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    path: str = "",
+    device: torch.device | str = "cpu",
+) -> _M:
     """Build a part of a model, such as one layer, as a module in eval mode with its parameters.
 
     Args:
@@ -155,8 +167,9 @@ def filled(make: Callable[[], _M], read: Callable[[str], Tensor], dtype: torch.d
         read: a function that returns a parameter by its name in the whole model.
         dtype: the dtype of the parameters.
         path: the name of the part in the model, such as "blocks.0". It is a prefix of its parameters' names.
+        device: the device of the parameters.
     """
-    module, prefix = _empty(make, dtype, "cpu"), f"{path}." if path else ""
+    module, prefix = _empty(make, dtype, device), f"{path}." if path else ""
     return _fill(module, ((name, read(prefix + name)) for name, _ in module.named_parameters()))
 
 
@@ -164,11 +177,7 @@ def _empty(make: Callable[[], _M], dtype: torch.dtype, device: str | torch.devic
     """Build a module with memory for its parameters, which are not initialised."""
     with torch.device("meta"):
         module = make().to(dtype)
-    # Not `to_empty`: it imports torch's compiler, which takes half a second in every command that loads a model.
-    with_room: _M = module._apply(  # type: ignore[no-untyped-call]
-        lambda parameter: torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
-    )
-    return with_room
+    return with_memory(module, device)
 
 
 def _fill(module: _M, tensors: Iterable[tuple[str, Tensor]]) -> _M:

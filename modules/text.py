@@ -17,6 +17,7 @@ from ..converter.tree import Origin
 from ..errors import UsageError
 from ..signatures import takes
 from .decoder import Decoder
+from .devices import Devices
 from .generate import Beams, Sampling, outside_vocabulary, warn
 from .generate import generate as generate_tokens
 from .load import load_checkpoint
@@ -39,6 +40,7 @@ def generate(
     early_stopping: bool = False,
     dtype: torch.dtype | str | None = None,
     attention: Kernel = "sdpa",
+    device: Devices | None = None,
     stop_at_eos: bool = True,
     allow_extra: bool = False,
     tell: Callable[[str], None] = _WARNED,
@@ -64,6 +66,8 @@ def generate(
         early_stopping: end the beam search when there are as many complete texts as beams.
         dtype: the dtype to compute in; by default the checkpoint's. A model in memory computes in its own dtype.
         attention: "sdpa" or "eager", for a checkpoint. A model in memory uses its own.
+        device: where to compute: "cpu", "cuda", "cuda:1", "mps", or by default "auto", a GPU if there is one. Several
+            devices divide the layers among them, as in `load`. A model in memory computes on its own device.
         stop_at_eos: stop when the model generates its end-of-text token.
         offline, allow_pickle: see `Opening`.
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
@@ -73,7 +77,7 @@ def generate(
     Raises:
         InvalidInput, Offline: as in `open_checkpoint`.
         UsageError: the prompt is a text and there is no tokenizer; the prompt is empty or too long; a sampling value is
-            out of range; `dtype` was given for a model in memory.
+            out of range; `dtype` or `device` was given for a model in memory; the device is unknown.
     """
     if temperature is None:
         temperature = 0.0 if top_k is None and top_p is None else 1.0
@@ -84,10 +88,11 @@ def generate(
         )
     search = None if beams is None else Beams(beams, length_penalty, early_stopping)
     if isinstance(model, Decoder):
-        if dtype is not None or attention != "sdpa":
+        if dtype is not None or device is not None or attention != "sdpa":
             raise UsageError(
-                "generate accepts dtype and attention only with the name of a model, but this model is already loaded",
-                "Convert its dtype with model.to(dtype), or choose attention in gptkit.load.",
+                "generate accepts dtype, device and attention only with the name of a model, but this model is already "
+                "loaded",
+                "Convert it with model.to(dtype) or model.to(device), or choose attention in gptkit.load.",
             )
         about = model.source or Outline(model.spec, Origin())
         tokenizer = None
@@ -106,7 +111,7 @@ def generate(
         stop = eos_ids(folder, None, texts) if tokenizer is None else tokenizer.eos_ids
         if not stop and checkpoint.format != "hf":  # from the config.json of the checkpoint it was converted from
             stop = _stated_eos(checkpoint.origin)
-        decoder = load_checkpoint(checkpoint, dtype, attention)
+        decoder = load_checkpoint(checkpoint, dtype, attention, device=device)
         start = start_id(folder, checkpoint.origin.config, texts)
     start = None if decoder.encoder is None else start
     chosen: Any = {"sampling": sampling, "beams": search, "stop": stop if stop_at_eos else ()}

@@ -61,8 +61,8 @@ def fix(new: str | Path | Reference, out: str | Path, *, force: bool = False, **
         new: the checkpoint: a folder, a file, or a repository on the hub.
         out: the folder to create.
         force: replace an existing checkpoint folder.
-        options: further arguments of `audit`: `source`, `loader`, `values`, `progress`, `offline` and `allow_pickle`.
-            The copy has safetensors, also if `new` has pickles.
+        options: further arguments of `audit`: `source`, `loader`, `values`, `device`, `progress`, `offline` and
+            `allow_pickle`. The copy has safetensors, also if `new` has pickles.
 
     Raises:
         InvalidInput: as `audit`; also if a weight file cannot be read, or a missing tensor is only on the hub.
@@ -127,6 +127,7 @@ def audit(
     source: str | Path | Reference | None = None,
     loader: str | None = None,
     values: bool = False,
+    device: str = "auto",
     progress: Callable[[int, int], None] | None = None,
     **opening: Unpack[Opening],
 ) -> Audit:
@@ -138,18 +139,24 @@ def audit(
         loader: also report how this program would treat the tensors, for example which ones it ignores:
             "transformers", "llama.cpp" or "vllm".
         values: read the weights, to find NaN, infinities, zeros, repetitions, and differences from the source.
+        device: where to compute the logits that are compared with the source's: "cpu", "cuda" or "cuda:1"; by default
+            ("auto") on a GPU if there is one.
         offline, allow_pickle: see `Opening`.
         progress: called with the number of bytes read since the last call, and the total.
 
     Raises:
         InvalidInput: there are no files, no tensors, or none in common with the source.
-        UsageError: the loader is unknown, or the values of a model that is only on the hub are requested.
+        UsageError: the loader or the device is unknown, or the values of a model that is only on the hub are requested.
         Offline: a checkpoint is not local, and there is no network.
     """
     if loader is not None and loader not in _LOADERS:
         raise UsageError(
             f"--for {shown(loader, 40)}: gptkit has no rules for this program", f"known: {', '.join(_LOADERS)}"
         )
+    if device not in ("auto", "cpu"):  # these two always exist, and most audits need no torch
+        from ..modules.devices import device_of
+
+        device_of(device, "audit")
     files = scan(new, **opening)
     source_files = None if source is None else scan(source, **opening)
     for side in (files, source_files):
@@ -160,7 +167,7 @@ def audit(
             )
         if side is not None and not side.tensors and not side.broken:
             raise InvalidInput(f"{side.reference} has no tensors, so there is nothing to audit")
-    subject = Subject(files, source_files, loader, values, opening, progress or (lambda done, total: None))
+    subject = Subject(files, source_files, loader, values, opening, progress or (lambda done, total: None), device)
     for rule in RULES:
         subject.findings.extend(rule(subject))
     order = {"error": 0, "warning": 1, "note": 2}

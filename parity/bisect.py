@@ -228,7 +228,7 @@ def watching(model: nn.Module, watched: Sequence[Tap], ours: bool, see: Callable
             value = first_of(inputs[0]) if is_input else first_of(output, 0 if ours else tap.value)
             value = value.detach()
             value = value * tap.factor if type(module) in (nn.Embedding, nn.Linear) else value
-            see(index, value if tap.rows is None or ours else value[..., tap.rows])
+            see(index, value if tap.rows is None or ours else value[..., tap.rows.to(value.device)])
 
         return hook
 
@@ -242,7 +242,10 @@ def first_of(output: Any, which: int = 0) -> Any:
 
 
 class KeptStates:
-    """A dictionary of fp64 tensors in a temporary file. A large model has 100 MB of hidden states per position."""
+    """A dictionary of fp64 tensors in a temporary file. A large model has 100 MB of hidden states per position.
+
+    The tensors may be on any device when they are stored. They are on the CPU when they are read.
+    """
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="gptkit-")  # noqa: SIM115 (closed by the caller)
@@ -251,7 +254,7 @@ class KeptStates:
 
     def __setitem__(self, key: _Key, value: Tensor) -> None:
         self._at[key] = self._file.seek(0, 2), value.shape
-        self._file.write(value.contiguous().numpy().tobytes())
+        self._file.write(value.cpu().contiguous().numpy().tobytes())
 
     def __contains__(self, key: _Key) -> bool:
         return key in self._at
@@ -264,7 +267,8 @@ class KeptStates:
 
 
 _See = Callable[[_Key, Tensor], None]
-"""Called with (the batch's identity, the index of the compared place) and the values there, (N, features) in fp64."""
+"""Called with (the batch's identity, the index of the compared place) and the values there, (N, features) in fp64, on
+the CPU."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +294,7 @@ class TappedRun:
             if self.taps[index].first and key in seen:
                 return
             seen.add(key)
-            see(key, valid_rows(value, batch))
+            see(key, valid_rows(value, batch).cpu())
 
         watch = partial(watching, watched=self.taps, ours=ours, see=record)
         logits = (self.both.candidate if ours else self.both.reference)(batches, dtype, self.path, watch)

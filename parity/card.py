@@ -54,7 +54,8 @@ def card(result: Verification, *, allow_extra: bool = False, **opening: Unpack[O
         "limited": list(result.limited),
         "versions": {"gptkit": __version__, "transformers": version("transformers"), "torch": torch.__version__}
         | {"python": platform.python_version()},
-        "hardware": {"machine": platform.machine(), "threads": torch.get_num_threads(), "device": "cpu"},
+        "hardware": {"machine": platform.machine(), "threads": torch.get_num_threads(), "device": result.device}
+        | ({} if result.hardware is None else {"name": result.hardware}),
         "dtype": result.dtype,
         "attention": result.attention,
         "prompts": [asdict(prompt) for prompt in result.prompts],
@@ -98,7 +99,9 @@ def markdown(data: dict[str, Any]) -> str:
         lines.append(f"- probe: {caught} of {marks['tried']} deliberate mistakes caught{where}")
         if marks["invisible"]:
             lines.append(f"- not visible on this checkpoint: {', '.join(marks['invisible'])}")
-    lines.append(f"- computed in {data['dtype']} with {data['attention']} attention, on {data['hardware']['machine']}")
+    machine = data["hardware"]["machine"]
+    where = machine if "name" not in data["hardware"] else f"{data['hardware']['name']} ({machine})"
+    lines.append(f"- computed in {data['dtype']} with {data['attention']} attention, on {where}")
     lines.append("- versions: " + ", ".join(f"{name} {number}" for name, number in data["versions"].items()))
     if data["noise"] is not None:
         noise = data["noise"]

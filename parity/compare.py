@@ -7,6 +7,7 @@ So `compare_heads` never has the logits of the whole vocabulary in memory.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -119,12 +120,12 @@ def compare_heads(
     tokens: Tokens | None = None,
     targets: Tensor | None = None,
 ) -> PositionComparison:
-    """Compare the logits of two models at N positions, a part of the vocabulary at a time.
+    """Compare the logits of two models at N positions, a part of the vocabulary at a time. The result is on the CPU.
 
     Args:
         before: the first model.
         after: the second model.
-        states: the input of each model's head, (N, hidden).
+        states: the input of each model's head, (N, hidden), both on the device that computes.
         tokens: the ids to compare in the first and in the second vocabulary; by default all.
         targets: the next tokens (N,), as indices into the compared tokens, or -1 for unknown ones.
 
@@ -132,7 +133,8 @@ def compare_heads(
         GptkitError: the vocabularies have different sizes, and `tokens` is not given.
     """
     require_same_tokens(before, after, tokens)
-    dtype, count = states[0].dtype, len(states[0])
+    dtype, count, device = states[0].dtype, len(states[0]), states[0].device
+    targets = None if targets is None else targets.to(device)
     width = max(state.shape[1] for state in states) * states[0].element_size()
     step = max(1, min(_CHUNK_BYTES // width, _CHUNK_BYTES // (8 * max(1, min(count, _ROWS)))))
     total = before.spec.vocab_size if tokens is None else len(tokens[0])
@@ -141,10 +143,10 @@ def compare_heads(
     parts = [slice(start, min(start + step, total)) for start in range(0, total, step)]
     tokens_by_side = [None, None] if tokens is None else [torch.as_tensor(ids) for ids in tokens]
     heads = [
-        head_rows(tree, dtype, parts if ids is None else [ids[part] for part in parts])
+        head_rows(tree, dtype, parts if ids is None else [ids[part] for part in parts], device)
         for tree, ids in zip((before, after), tokens_by_side, strict=True)
     ]
-    blocks = [_RunningSums(min(_ROWS, count - start)) for start in range(0, count, _ROWS)]
+    blocks = [_RunningSums(min(_ROWS, count - start), device) for start in range(0, count, _ROWS)]
     with torch.inference_mode():
         for part, *both in zip(parts, *heads, strict=True):
             for number, sums in enumerate(blocks):
@@ -155,7 +157,7 @@ def compare_heads(
             if (part.stop - part.start) * count > _TRIMMED:
                 trim_heaps()
         totals = [sums.total() for sums in blocks]
-    return PositionComparison(*(torch.cat(column) for column in zip(*totals, strict=True)))
+    return PositionComparison(*(torch.cat(column).cpu() for column in zip(*totals, strict=True)))
 
 
 def require_same_tokens(before: Tree, after: Tree, tokens: Tokens | None) -> None:
@@ -177,12 +179,13 @@ def perplexity(losses: Tensor) -> float:
 class _RunningSums:
     """Compares logits at N positions without having them all in memory: some vocabulary columns are added at a time."""
 
-    def __init__(self, count: int) -> None:
-        self.gap, self.largest, self.weighed = torch.zeros(3, count, dtype=torch.float64)
+    def __init__(self, count: int, device: torch.device) -> None:
+        wide: Any = {"dtype": torch.float64, "device": device}
+        self.gap, self.largest, self.weighed = torch.zeros(3, count, **wide)
         """weighed: the sum of exp(a)·(a - b), divided by the sum of exp(a)."""
-        self.tops, self.logsums = ([*values] for values in torch.full((2, 2, count), -math.inf, dtype=torch.float64))
-        self.at_target = [*torch.full((2, count), math.nan, dtype=torch.float64)]
-        self.likeliest = [*torch.zeros(2, count, dtype=torch.long)]
+        self.tops, self.logsums = ([*values] for values in torch.full((2, 2, count), -math.inf, **wide))
+        self.at_target = [*torch.full((2, count), math.nan, **wide)]
+        self.likeliest = [*torch.zeros(2, count, dtype=torch.long, device=device)]
 
     def add(self, a: Tensor, b: Tensor, start: int, targets: Tensor | None) -> None:
         """Add the logits (N, tokens) of both models for the compared tokens from number `start` on.

@@ -139,6 +139,7 @@ def damage(
     tokens: Tokens | None = None,
     most: int | None = None,
     layers: _Pairs | None = None,
+    device: torch.device | str = "cpu",
     progress: Callable[[str], None] | None = None,
 ) -> Damage:
     """Run the original and the changed model on a text or on test inputs, and compare them.
@@ -151,6 +152,7 @@ def damage(
             the changed model's. By default all tokens, if both sizes are equal.
         most: the largest number of tokens per sequence.
         layers: pairs of corresponding layers; by default those with equal numbers, if both models have as many.
+        device: the device that computes.
         progress: called with the name of each step.
 
     Raises:
@@ -159,7 +161,7 @@ def damage(
     require_same_tokens(before, after, tokens)
     say = progress or (lambda _: None)
     with closing(KeptStates()) as first, closing(KeptStates()) as second:
-        both = _Both((before, after), Scope(before.spec, after.spec, tokens, most), text, (first, second))
+        both = _Both((before, after), Scope(before.spec, after.spec, tokens, most), text, (first, second), device)
         notes, positions, targets = both.notes, both.positions, both.targets
         pairs = _pairs(before.spec, after.spec, layers, notes)
         total = both.run(say)
@@ -228,9 +230,14 @@ class _Both:
     """
 
     def __init__(
-        self, trees: tuple[Tree, Tree], scope: Scope, text: Sequence[int] | None, stored: tuple[KeptStates, KeptStates]
+        self,
+        trees: tuple[Tree, Tree],
+        scope: Scope,
+        text: Sequence[int] | None,
+        stored: tuple[KeptStates, KeptStates],
+        device: torch.device | str,
     ) -> None:
-        self.trees, self.tokens, self.stored = trees, scope.tokens, stored
+        self.trees, self.tokens, self.stored, self.device = trees, scope.tokens, stored, torch.device(device)
         specs, self.notes = [tree.spec for tree in trees], list[str]()
         self.targets: Tensor | None = None
         shapes = ((len(spec.blocks) + 1, spec.hidden_size) for spec in specs)
@@ -248,8 +255,9 @@ class _Both:
                     tokens_used += batch.input_ids.numel()
             self.on = f"{tokens_used:,} tokens of the probe"
             self.notes.append("no perplexity, because the probe's tokens are random")
-        self.batches = [replace(batch, name=str(number)) for number, batch in enumerate(batches)]
-        self.renamed = [scope.renamed(batch) for batch in self.batches]
+        numbered = [replace(batch, name=str(number)) for number, batch in enumerate(batches)]
+        self.batches = [batch.to(self.device) for batch in numbered]
+        self.renamed = [scope.renamed(batch).to(self.device) for batch in numbered]
         sizes = [batch.input_ids.shape for batch in batches]
         self.positions = torch.cat([torch.arange(steps).repeat(rows) for rows, steps in sizes])
         last = int(self.positions.max())
@@ -257,7 +265,7 @@ class _Both:
         self.edges = [(a, b - 1) for a, b in zip(starts, [*starts[1:], last + 1], strict=True)]
         """The bins as (first, last). The width doubles from one bin to the next."""
         self.dtype = torch.float64 if max(count(spec).total for spec in specs) <= SMALL else torch.float32
-        self.ends = [_end(tree, self.dtype) for tree in trees]
+        self.ends = [_end(tree, self.dtype, self.device) for tree in trees]
         work = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)
         row_count = min(len(self.positions), max(_LENS_WORK // work, len(self.edges)))
         self.rows = torch.linspace(0, len(self.positions) - 1, row_count, dtype=torch.float64).round().long()
@@ -301,7 +309,8 @@ class _Both:
         Each model applies its own last norm and head. Only the positions in `self.rows` are compared.
         """
         with torch.inference_mode():
-            a, b = (end(x[self.rows].to(self.dtype)) for end, x in zip(self.ends, (first, second), strict=True))
+            streams = (x[self.rows].to(self.device, self.dtype) for x in (first, second))
+            a, b = (end(stream) for end, stream in zip(self.ends, streams, strict=True))
         return compare_heads(*self.trees, (a, b), tokens=self.tokens, targets=targets)
 
     def lens(self, before: int, after: int) -> LayerDamage:
@@ -331,7 +340,9 @@ class _Both:
         keys = {path: key for key, path in enumerate(paths[0])}
 
         def feed(layer: int) -> Tensor | None:
-            return self.stored[0][_running(), partner[layer] - 1].to(self.dtype) if layer in partner else None
+            if layer not in partner:
+                return None
+            return self.stored[0][_running(), partner[layer] - 1].to(self.device, self.dtype)
 
         with closing(KeptStates()) as original_outputs:
 
@@ -339,7 +350,7 @@ class _Both:
                 """Return what a module adds to the residual stream. A block's output includes its input, which is
                 subtracted.
                 """
-                return (output - input_).double() if path.count(".") == 1 else output.double()
+                return (output - input_ if path.count(".") == 1 else output).double().cpu()
 
             def store_output(path: str, input_: Tensor, output: Tensor) -> None:
                 original_outputs[_running(), keys[path]] = added(path, input_, output)
@@ -388,15 +399,15 @@ def _parts(before: tuple[Block, int], after: tuple[Block, int]) -> Iterator[_Sli
     yield _Slice(_BLOCK, after[1], f"blocks.{before[1]}", f"blocks.{after[1]}")
 
 
-def _end(tree: Tree, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def _end(tree: Tree, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
     """Return a function that maps the residual stream after the last layer to the input of the head, (N, hidden).
 
     It applies the last norm. If the model has several residual streams, it joins them first.
     """
-    norm: Callable[[Tensor], Tensor] = final_norm(tree, dtype)
+    norm: Callable[[Tensor], Tensor] = final_norm(tree, dtype, device)
     if tree.spec.joined is None:
         return norm
-    joined: Any = filled(partial(build_module, tree.spec.joined), partial(tensor_of, tree), dtype, "joined")
+    joined: Any = filled(partial(build_module, tree.spec.joined), partial(tensor_of, tree), dtype, "joined", device)
     return lambda x: norm(joined.join(x.movedim(1, 0)))
 
 

@@ -2,15 +2,16 @@
 
 The checkpoints may have different formats, because the comparison uses gptkit's parameter names and orientation: fused
 tensors are split, and transposed ones are transposed back. Several threads read some rows at a time, so the memory does
-not grow with the checkpoint. This module does not use torch.
+not grow with the checkpoint. Only the matrix products for ranks may run on a GPU. Without one, torch is not imported.
 """
 
 import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 from ..analysis.named import by_names
 from ..architectures import BoundLeaf
@@ -42,6 +43,7 @@ def diff(
     allow_extra: bool = False,
     rank: bool = True,
     workers: int | None = None,
+    device: str = "auto",
     progress: Callable[[int, int], None] | None = None,
     **opening: Unpack[Opening],
 ) -> Diff:
@@ -55,12 +57,16 @@ def diff(
         rank: compute the rank of each matrix's change too, which doubles the time.
         workers: the number of threads; by default one per available core. Set OPENBLAS_NUM_THREADS=1 before numpy is
             imported (the command does this), so that its threads do not compete with them.
+        device: where to multiply the matrices of which the ranks are computed: "cpu", "cuda" or "cuda:1"; by default
+            ("auto") on a GPU if there is one.
         progress: called with the number of bytes compared since the last call, and the total.
 
     Raises:
         InvalidInput: one of the checkpoints cannot be used.
         Offline: one of the checkpoints is not local, and there is no network.
+        UsageError: the device is unknown.
     """
+    place = _device(device)
     sides = [open_files(reference, allow_extra=allow_extra, partial=True, **opening) for reference in (a, b)]
     if not all(isinstance(side, Checkpoint) for side in sides):  # then only names can be compared
         pairs = zip((a, b), sides, strict=True)
@@ -68,7 +74,7 @@ def diff(
             _by_names(open_tensors(path, **opening) if isinstance(side, Checkpoint) else side) for path, side in pairs
         ]
     first, second = sides
-    compared = _Comparison(first, second, rank, progress, workers or available_cores()).run()
+    compared = _Comparison(first, second, rank, progress, workers or available_cores(), place).run()
     tensors = tuple(sorted(compared, key=_order(_parameters(first), _parameters(second))))
     trees = [side.spec for side in (first, second) if isinstance(side, Checkpoint)]
     tree = changed_tree(*trees) if len(trees) == 2 else []
@@ -81,6 +87,20 @@ def diff(
         notes=tuple(_notes(first, second, tree)),
         counts={status: sum(tensor.status == status for tensor in tensors) for status in STATUSES},
     )
+
+
+def _device(name: str) -> Any:
+    """Return the torch device that multiplies matrices for ranks, or None for numpy.
+
+    "auto" imports torch only if the machine seems to have a GPU.
+    """
+    seen = any(any(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "kfd", "dxg"))
+    if name == "cpu" or (name == "auto" and not (seen and find_spec("torch"))):
+        return None
+    from ..modules.devices import device_of
+
+    place = device_of(name, "diff")
+    return None if place.type == "cpu" else place
 
 
 class _DiffJob(NamedTuple):
@@ -98,9 +118,15 @@ class _Comparison:
     """A running comparison of two checkpoints. Its threads share this state."""
 
     def __init__(
-        self, a: TensorFiles, b: TensorFiles, rank: bool, progress: Callable[[int, int], None] | None, workers: int
+        self,
+        a: TensorFiles,
+        b: TensorFiles,
+        rank: bool,
+        progress: Callable[[int, int], None] | None,
+        workers: int,
+        device: Any,
     ) -> None:
-        self.sides, self.rank, self.progress = (a, b), rank, progress
+        self.sides, self.rank, self.progress, self.device = (a, b), rank, progress, device
         self.parameters = [{parameter.name: parameter for parameter in _parameters(side)} for side in self.sides]
         self.dtypes = [side.shared_dtypes() for side in self.sides]
         self.quantised = [  # the shared tensors that are dequantised when they are read
@@ -216,7 +242,7 @@ class _Comparison:
             rows = min(len(x), len(y))
             x, y = x[:rows], y[:rows]
         rank = self.rank and not any(name in names for names in self.quantised)
-        return compare_tensors(x, a[1], y, b[1], rank=rank, pause=self._pause)
+        return compare_tensors(x, a[1], y, b[1], rank=rank, device=self.device, pause=self._pause)
 
     def _tensor_diff(self, name: str, figures: TensorFigures | None) -> TensorDiff:
         """Return the record of one tensor, given the comparison of its values (None if they were not compared)."""

@@ -13,6 +13,7 @@ the largest column norm (Bandeira, van Handel 1408.6185).
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -86,6 +87,20 @@ class Floor:
         return _MEAN_SQUARE * EPS[dtype] ** 2 / 12
 
 
+def product(a: Array, b: Array, device: Any = None) -> Array:
+    """Return the product of the matrices a and b.
+
+    `device` is the torch device that computes it. With None, numpy does.
+    """
+    if device is None:
+        result: Array = a @ b
+        return result
+    import torch
+
+    x, y = (torch.from_numpy(matrix).to(device) for matrix in (a, b))
+    return np.asarray((x @ y).cpu().numpy())
+
+
 class _Products:
     """One pass over the rows of a change, which adds up a product of matrices, such as ΔᵀΔ, in `total`.
 
@@ -95,7 +110,8 @@ class _Products:
 
     total: Array
 
-    def __init__(self, columns: int, dtype: str) -> None:
+    def __init__(self, columns: int, dtype: str, device: Any) -> None:
+        self.device = device
         self._buffer = np.empty((max(1, _BUFFER // max(columns, 1)), columns), dtype)
         self._filled = 0
 
@@ -128,23 +144,27 @@ class _Products:
 class Sketch(_Products):
     """The first pass over a change Δ. It computes the sketch ΔᵀΨ with a random Ψ, or ΔᵀΔ if Δ has few columns."""
 
-    def __init__(self, rows: int, columns: int, dtype: str) -> None:
+    def __init__(self, rows: int, columns: int, dtype: str, device: Any = None) -> None:
         """Create the sketch of a matrix with this number of rows and columns.
 
-        `dtype` is the dtype to compute in: "float64", or "float32" at twice the speed if A and B are bf16 or fp16.
+        Args:
+            rows: the number of rows.
+            columns: the number of columns.
+            dtype: the dtype to compute in: "float64", or "float32" at twice the speed if A and B are bf16 or fp16.
+            device: as in `product`.
         """
         self.direct = columns <= _NARROW
-        super().__init__(columns, "float64" if self.direct else dtype)
+        super().__init__(columns, "float64" if self.direct else dtype, device)
         self.rows, self.columns, self.width = rows, columns, min(LIMIT + _OVERSAMPLING, rows, columns)
         self.total = np.zeros((columns, columns if self.direct else self.width))
         self._random = np.random.default_rng(_SEED)
 
     def _multiply(self, change: Array) -> None:
         if self.direct:
-            self.total += change.T @ change
+            self.total += product(change.T, change, self.device)
         else:
             random = self._random.standard_normal((len(change), self.width), np.dtype(change.dtype))
-            self.total += change.T @ random
+            self.total += product(change.T, random, self.device)
 
     @property
     def spectrum(self) -> Array | None:
@@ -172,13 +192,13 @@ class Projection(_Products):
     (columns, width).
     """
 
-    def __init__(self, basis: Array, dtype: str) -> None:
-        super().__init__(len(basis), dtype)
+    def __init__(self, basis: Array, dtype: str, device: Any = None) -> None:
+        super().__init__(len(basis), dtype, device)
         self._basis = basis.astype(dtype)
         self.total = np.zeros((basis.shape[1], basis.shape[1]))
 
     def _multiply(self, change: Array) -> None:
-        part = (change @ self._basis).astype(np.float64)
+        part = product(change, self._basis, self.device).astype(np.float64)
         self.total += part.T @ part
 
 

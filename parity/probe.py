@@ -47,6 +47,12 @@ class ProbeBatch:
     rows: Tensor | None = None  # the indices of the compared positions; None for all
     token_types: Tensor | None = None  # the token types, (B, T), unless all are 0
 
+    def to(self, device: torch.device) -> "ProbeBatch":
+        """Return the batch on a device. The models then compute on this device."""
+        mask = None if self.attention_mask is None else self.attention_mask.to(device)
+        types = None if self.token_types is None else self.token_types.to(device)
+        return replace(self, input_ids=self.input_ids.to(device), attention_mask=mask, token_types=types)
+
     def valid(self, logits: Tensor) -> Tensor:
         """Return the rows of `logits` (B, T, V) at tokens without padding, (N, V). Logits at padding have no meaning.
 
@@ -57,6 +63,11 @@ class ProbeBatch:
         rows = logits[:, indices].flatten(0, 1)
         real_rows = rows if self.attention_mask is None else rows[self.attention_mask[:, indices].reshape(-1).bool()]
         return real_rows if self.rows is None else real_rows[self.rows]
+
+
+def device_of_batches(batches: Sequence[ProbeBatch]) -> torch.device:
+    """Return the device of some batches, which are all on the same one. Without batches, it is the CPU."""
+    return batches[0].input_ids.device if batches else torch.device("cpu")
 
 
 RUNNING: ContextVar[ProbeBatch] = ContextVar("RUNNING")

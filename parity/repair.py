@@ -136,25 +136,26 @@ _Seen = dict[int, Tensor]  # hidden states (B, T, hidden) by the identity of the
 def _run_unit(
     tree: Repaired, unit: _Unit, inputs: _Seen, batches: Sequence[ProbeBatch], path: Kernel
 ) -> Iterator[Tensor]:
-    """Run one part of a model and yield its output for each batch, (N, features) in fp64.
+    """Run one part of a model and yield its output for each batch, (N, features) in fp64, on the CPU.
 
     Args:
         tree: the model.
         unit: the part: the index of a layer, "front" or "back".
-        inputs: the input of the part for each batch. The part computes in the dtype of these inputs.
+        inputs: the input of the part for each batch. The part computes in the dtype and on the device of these inputs.
         batches: the batches.
         path: the attention implementation, "sdpa" or "eager".
     """
-    dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
+    first, read = next(iter(inputs.values())), partial(tensor_of, tree)
+    dtype, device = first.dtype, first.device
     module: Callable[..., Tensor]
     if unit == "front":
-        whole = filled(partial(Front, tree.spec), read, dtype)
+        whole = filled(partial(Front, tree.spec), read, dtype, device=device)
         module = lambda *arguments: whole(*arguments)[0]  # noqa: E731
     elif unit == "back":
-        norm, head = final_norm(tree, dtype), next(head_rows(tree, dtype, [slice(None)]))
+        norm, head = final_norm(tree, dtype, device), next(head_rows(tree, dtype, [slice(None)], device))
         pooler = None
         if tree.spec.pooler is not None:
-            pooler = filled(partial(PoolerModule, tree.spec.pooler), read, dtype, "pooler")
+            pooler = filled(partial(PoolerModule, tree.spec.pooler), read, dtype, "pooler", device)
 
         def module(x: Tensor) -> Tensor:
             states: Tensor = norm(x)
@@ -162,15 +163,15 @@ def _run_unit(
             return head(states) if tree.spec.head is not None else with_pooled(states, pooled)
 
     else:
-        module = filled(partial(BlockModule, tree.spec.blocks[unit], path), read, dtype, f"blocks.{unit}")
+        module = filled(partial(BlockModule, tree.spec.blocks[unit], path), read, dtype, f"blocks.{unit}", device)
     for batch in batches:
         rows, steps = batch.input_ids.shape
-        x, positions = inputs[id(batch)], torch.arange(steps)[None]
+        x, positions = inputs[id(batch)], torch.arange(steps, device=device)[None]
         context = Context(rows, steps, 0, False, positions, batch.attention_mask, dtype)
         front = (batch.input_ids, positions, batch.attention_mask, batch.token_types)
         arguments = front if unit == "front" else (x,) if unit == "back" else (x, context)
         with torch.inference_mode():
-            output = batch.valid(module(*arguments)).double()
+            output = batch.valid(module(*arguments)).cpu().double()
         yield output
 
 
@@ -308,7 +309,8 @@ def _find_causes(
     if unit == "back":
         inputs, outputs = seen[1], exact
     else:
-        inputs, outputs = seen[0], [batch.valid(seen[0 if unit == "front" else 1][id(batch)]) for batch in batches]
+        states = seen[0 if unit == "front" else 1]
+        inputs, outputs = seen[0], [batch.valid(states[id(batch)]).cpu() for batch in batches]
 
     def remaining(repair: Repair | None = None, only: _Unit | None = None) -> float:
         """Return the largest difference of the logits that remains after a repair.

@@ -5,6 +5,8 @@ The weight of a linear map or an embedding is read when the module is called. Al
 weight is read once: a forward pass pauses at every linear map (see `passes`), and the inputs of all waiting passes are
 multiplied together. Matrix products are only split along their outputs. So every sum is computed as in the whole
 product, as far as the kernel allows.
+
+A model computes on the device of its batches, and the weights are copied there as they are read.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -22,7 +24,7 @@ from ..modules.load import filled, tensor_of
 from ..modules.registry import build_module
 from .outputs import outputs_of
 from .passes import ask, hooked, run_together, trim_heaps
-from .probe import EMBEDDING, ENCODER, TABLES, ProbeBatch
+from .probe import EMBEDDING, ENCODER, TABLES, ProbeBatch, device_of_batches
 
 _CHUNK_BYTES = 8 * 2**20  # widened rows of a weight in memory at once
 _MAPPED_BYTES = 32 * 2**20  # bytes read from a mapped file after which its pages are released
@@ -44,11 +46,11 @@ def states(
     feed: _Feed | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Tensor]:
-    """Run a model and return the hidden states after the last norm, (B, T, hidden) per batch.
+    """Run a model and return the hidden states after the last norm, (B, T, hidden) per batch, on the batches' device.
 
     Args:
         tree: the model.
-        batches: its inputs.
+        batches: its inputs. All are on one device.
         dtype: the dtype to which weights are converted, and in which the model computes.
         see: called with the path, the input and the output of every module in `seen`.
         seen: paths of modules in the decoder, such as "blocks.3".
@@ -59,7 +61,8 @@ def states(
     Raises:
         IndexError: a token id is beyond the vocabulary, or a batch is longer than the position table.
     """
-    model = _model(tree, dtype)
+    device = device_of_batches(batches)
+    model = _model(tree, dtype, device)
     modules = dict(model.named_modules())
 
     def tell(path: str, _: nn.Module, inputs: Any, output: Any) -> None:
@@ -76,7 +79,7 @@ def states(
         module = modules.get(path.removesuffix(".weight"))
         shared = isinstance(module, EmbeddingModule) and module.spec.shared
         if module is not None and (shared or getattr(module, "weight", None) is not None):  # positions may have none
-            hooks += _gathered(module, tree, EMBEDDING if shared else path, dtype)
+            hooks += _gathered(module, tree, EMBEDDING if shared else path, dtype, device)
     linears = [module for module in model.modules() if isinstance(module, _Rows)]
 
     def serve(place: int, brought: list[Tensor]) -> Generator[Tensor]:
@@ -94,21 +97,21 @@ def states(
     return outputs
 
 
-def final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
-    """Return a model's last norm as a module with its weights, or the identity if it has none."""
+def final_norm(tree: Tree, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
+    """Return a model's last norm as a module with its weights on a device, or the identity if it has none."""
     if tree.spec.final_norm is None:
         return nn.Identity()
     make: Callable[[], nn.Module] = partial(build_module, tree.spec.final_norm)
-    return filled(make, partial(tensor_of, tree), dtype, "final_norm")
+    return filled(make, partial(tensor_of, tree), dtype, "final_norm", device)
 
 
 def head_rows(
-    tree: Tree, dtype: torch.dtype, columns: Sequence[Tensor | slice]
+    tree: Tree, dtype: torch.dtype, columns: Sequence[Tensor | slice], device: torch.device | str = "cpu"
 ) -> Iterator[Callable[[Tensor], Tensor]]:
     """Yield functions that compute the logits of some tokens from the head's input, (N, hidden) -> (N, tokens).
 
-    There is one function for each item of `columns`, which has token ids or is a slice of the vocabulary. Use a
-    function before you ask for the next one.
+    There is one function for each item of `columns`, which has token ids (on the CPU) or is a slice of the vocabulary.
+    The functions compute on `device`. Use a function before you ask for the next one.
     """
     head = tree.spec.head
     if head is None:  # the hidden states are compared
@@ -117,7 +120,7 @@ def head_rows(
     transform = None
     if head.transform is not None:
         make = partial(HeadTransformModule, head.transform)
-        transform = filled(make, partial(tensor_of, tree), dtype, "head.transform")
+        transform = filled(make, partial(tensor_of, tree), dtype, "head.transform", device)
     weight = tensor_of(tree, "embedding.weight" if head.tied else "head.weight")
     bias = tensor_of(tree, "head.bias") if head.bias else None
     projection = tensor_of(tree, "head.projection.weight") if head.width is not None else None
@@ -127,12 +130,12 @@ def head_rows(
             rows = rows.masked_fill((torch.arange(len(weight))[tokens] == tree.spec.embedding.blank)[:, None], 0)
         with torch.device("meta"):
             module = HeadModule(msgspec.structs.replace(head, vocab_size=len(rows), tied=False))
-        module.transform = transform
+        module.transform, rows = transform, rows.to(device)
         module.weight = nn.Parameter(rows, requires_grad=False)
         if module.projection is not None and projection is not None:
-            module.projection.weight = nn.Parameter(projection.to(dtype), requires_grad=False)
+            module.projection.weight = nn.Parameter(projection.to(device, dtype), requires_grad=False)
         if bias is not None:
-            module.bias = nn.Parameter(bias[tokens].to(dtype), requires_grad=False)
+            module.bias = nn.Parameter(bias[tokens].to(device, dtype), requires_grad=False)
         yield partial(module, embedding=rows)
         tree.release()
 
@@ -140,17 +143,19 @@ def head_rows(
 class _Rows(nn.Module):
     """A linear map without a weight in memory: it reads the weight from the file while it computes."""
 
-    def __init__(self, linear: LinearModule, name: str, order: int, tree: Tree, dtype: torch.dtype) -> None:
+    def __init__(
+        self, linear: LinearModule, name: str, order: int, tree: Tree, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.order, self.outputs, self.arithmetic = order, linear.weight.shape[0], linear.arithmetic
         self.bias = linear.bias
         self._read = partial(tensor_of, tree, f"{name}.weight")
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
 
     @property
     def weight(self) -> Tensor:
         """Return the complete weight, for modules that use it in another way than by calling this linear map."""
-        return self._read().to(self._dtype)
+        return self._read().to(self._device, self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # (…, in) -> (…, out)
         flat: Tensor = ask(self.order, x.reshape(-1, x.shape[-1]))
@@ -173,7 +178,8 @@ class _Rows(nn.Module):
         for start in range(0, self.outputs, rows):
             part = slice(start, start + rows)
             bias = None if self.bias is None else self.bias[part]
-            out[:, part] = multiply(x, stored[part].to(x.dtype), bias, self.arithmetic)
+            weight = stored[part].to(x.device).to(x.dtype)  # the narrower dtype is the smaller copy
+            out[:, part] = multiply(x, weight, bias, self.arithmetic)
             mapped += rows * row_bytes
             if mapped > _MAPPED_BYTES:
                 release()
@@ -186,9 +192,9 @@ class _Rows(nn.Module):
         return out
 
 
-def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
-    """Return gptkit's decoder without its head. Its linear maps are `_Rows`, and its embeddings are
-    on the meta device.
+def _model(tree: Tree, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Return gptkit's decoder without its head, on a device. Its linear maps are `_Rows`, and its embeddings are on the
+    meta device.
     """
     with torch.device("meta"):
         model = Decoder(tree.spec).to(dtype).eval()
@@ -196,11 +202,11 @@ def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, LinearModule)]
     for order, (name, linear) in enumerate(linears):
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, _Rows(linear, name, order, tree, dtype))
+        setattr(model.get_submodule(parent), attribute, _Rows(linear, name, order, tree, dtype, device))
     for name, parameter in list(model.named_parameters()):
         if name.removeprefix(ENCODER) not in TABLES:
             path, _, attribute = name.rpartition(".")
-            value = tensor_of(tree, name).to(dtype, copy=True)
+            value = tensor_of(tree, name).to(device, dtype, copy=True)
             assert value.shape == parameter.shape, f"{name} is {tuple(value.shape)}, expected {tuple(parameter.shape)}"
             model.get_submodule(path)._parameters[attribute] = nn.Parameter(value, requires_grad=False)
     tree.release()
@@ -214,7 +220,7 @@ class _Ends(nn.Module):
         return x
 
 
-def _gathered(module: nn.Module, tree: Tree, name: str, dtype: torch.dtype) -> list[Any]:
+def _gathered(module: nn.Module, tree: Tree, name: str, dtype: torch.dtype, device: torch.device) -> list[Any]:
     """Return hooks for an embedding module on the meta device. Before a call they read only the rows that the call
     needs.
 
@@ -225,13 +231,14 @@ def _gathered(module: nn.Module, tree: Tree, name: str, dtype: torch.dtype) -> l
         tree: the model's weights.
         name: the name of the table in `tree`.
         dtype: the dtype to compute in.
+        device: the device to compute on.
     """
     whole: Any = module.weight
     first = getattr(module.spec, "offset", 0)
 
     def before(_: nn.Module, inputs: Any) -> Any:
         used, ids = inputs[0].unique(return_inverse=True)
-        rows = tensor_of(tree, name)[used + first].to(dtype)
+        rows = tensor_of(tree, name)[(used + first).cpu()].to(device, dtype)
         ids = ids.reshape(inputs[0].shape) - first
         if whole is None:  # another module's table, which is passed together with the ids
             return ids, rows

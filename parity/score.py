@@ -23,7 +23,7 @@ from ..modules.load import load_checkpoint
 from .compare import largest_gap
 from .mutations import Weights, applicable
 from .outputs import outputs_of
-from .probe import AFFORDABLE, LONG, TABLES, ProbeBatch, limits, longest
+from .probe import AFFORDABLE, LONG, TABLES, ProbeBatch, device_of_batches, limits, longest
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def try_mistakes(
 
     Args:
         source: the model.
-        batches: the test inputs (the probe).
+        batches: the test inputs (the probe), on the device that computes.
         asked: whether the user asked for mistakes in the model itself.
         stream: whether the model runs one layer at a time.
         notes: notes for the user, to which this function adds.
@@ -75,17 +75,19 @@ def try_mistakes(
             it do not count.
     """
     if not stream and (asked or count(source.spec).total <= SMALL):
-        return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
+        weights = wide_weights(source, device_of_batches(batches))
+        return score(source.spec, weights, batches, unprobed(source.spec, batches), up_to)
     hint = "" if stream else "; --mutations makes them in the model itself"
     notes.append(f"the mistakes were made on purpose in a small copy of the model with random weights{hint}")
     copy = miniature(source.spec, max(batch.input_ids.shape[1] for batch in batches))
     batches_of_copy, beyond = narrow_batches(batches, copy), unprobed(source.spec, batches)
-    return replaced(score(copy, random_weights(copy), batches_of_copy, beyond, up_to), small_copy=True)
+    weights = random_weights(copy, device_of_batches(batches))
+    return replaced(score(copy, weights, batches_of_copy, beyond, up_to), small_copy=True)
 
 
-def wide_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return all parameters of a checkpoint in fp64, by gptkit's parameter names."""
-    model = load_checkpoint(checkpoint, torch.float64)
+def wide_weights(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Return all parameters of a checkpoint in fp64 on a device, by gptkit's parameter names."""
+    model = load_checkpoint(checkpoint, torch.float64, device=device)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -112,7 +114,7 @@ def score(
     Args:
         spec: the model's component tree.
         weights: its weights in fp64.
-        batches: the test inputs (the probe).
+        batches: the test inputs (the probe), on the device of the weights.
         unprobed: the names of mistakes that are not made.
         up_to: the longest sequence that the user cares about, in tokens. Mistakes that show only beyond
             it do not count.
@@ -121,7 +123,8 @@ def score(
     by_chance, missed = _by_random(spec, weights, batches, unseen), list[str]()
     if len(by_chance) < len(unseen):
         remaining = [name for name in unseen if name not in by_chance]
-        missed = _by_random(spec, weights, _plain_inputs(spec, up_to), remaining, _CLEAR)
+        plain = [batch.to(device_of_batches(batches)) for batch in _plain_inputs(spec, up_to)]
+        missed = _by_random(spec, weights, plain, remaining, _CLEAR)
     invisible = tuple(name for name in unseen if name not in (*by_chance, *missed))
     return MistakeScore(tuple(caught), tuple(by_chance), tuple(missed), allowed, invisible=invisible)
 
@@ -199,7 +202,7 @@ def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> T
 
 
 def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[ProbeBatch], masked: bool = True) -> Iterator[Tensor]:
-    """Run a model with these weights, and yield its logits at tokens without padding, (N, V) per batch.
+    """Run a model with these weights, and yield its logits at tokens without padding, (N, V) per batch, on the CPU.
 
     With `masked=False` the model gets no attention mask, so it attends to padding.
     """
@@ -207,7 +210,7 @@ def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[ProbeBatch], m
     for batch in batches:
         with torch.inference_mode():
             input_ = batch if masked else replaced(batch, attention_mask=None)
-            logits = batch.valid(outputs_of(model, input_))
+            logits = batch.valid(outputs_of(model, input_)).cpu()
         yield logits
 
 
@@ -284,12 +287,15 @@ def _written_from(mixer: Mixer) -> int:
     return next((weight.shape[1] for weight in mixer.weights().values() if weight.role == "writes"), mixer.hidden_size)
 
 
-def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
-    """Return random parameters in fp64, about as large as in trained models."""
+def random_weights(spec: ModelSpec, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Return random parameters in fp64 on a device, about as large as in trained models.
+
+    The values do not depend on the device.
+    """
     generator = torch.Generator().manual_seed(0)
     empty = {parameter.name: torch.empty(parameter.shape, dtype=torch.float64) for parameter in spec.parameters()}
     drawn = {name: random_parameter(name, tensor, generator) for name, tensor in empty.items()}
-    return {name: tensor * _QUIET if name in TABLES else tensor for name, tensor in drawn.items()}
+    return {name: (tensor * _QUIET if name in TABLES else tensor).to(device) for name, tensor in drawn.items()}
 
 
 def narrow_batches(batches: Sequence[ProbeBatch], spec: ModelSpec) -> list[ProbeBatch]:

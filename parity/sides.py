@@ -5,6 +5,8 @@ if they are larger than memory. In the latter case both run their own unchanged 
 meta device. The weights of a layer (or of the embedding, last norm or head) are read from the files just before it is
 called, and dropped afterwards. All batches go through a layer before the next layer is read (see `passes`). This needs
 memory for the largest layer, twice while it is converted, and for the activations.
+
+Both models compute on the device of the batches. The logits and everything else that is compared are copied to the CPU.
 """
 
 from __future__ import annotations
@@ -40,9 +42,10 @@ from ..modules.decoder import Decoder
 from ..modules.load import filled, load_checkpoint, tensor_of, view_as_torch
 from .outputs import outputs_of
 from .passes import ask, hooked, run_together, trim_heaps
-from .probe import ProbeBatch
+from .probe import ProbeBatch, device_of_batches
 
 _NO_CLASS = "this model has no transformers class to compare with"
+_CPU = torch.device("cpu")
 _KEPT_BYTES = 256 * 2**20
 """Parameters up to this size pass on their memory to the next parameter of the same shape."""
 
@@ -259,7 +262,8 @@ class _Absent(Tensor):
     """
 
     full_name: str
-    device = torch.device("cpu")
+    home: torch.device
+    device = property(lambda self: self.home)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -288,6 +292,7 @@ class StreamedModel:
         dtype: the dtype of the parameters.
         release: releases the memory that `read` used.
         lent: a layer that also uses the parameters of another module -> the name of that module.
+        device: the device of the parameters while they have values.
     """
 
     def __init__(
@@ -297,8 +302,9 @@ class StreamedModel:
         dtype: torch.dtype = torch.float32,
         release: Callable[[], None] = lambda: None,
         lent: Mapping[nn.Module, str] | None = None,
+        device: torch.device = _CPU,
     ) -> None:
-        self.model, self.read, self.dtype, self.release = model, read, dtype, release
+        self.model, self.read, self.dtype, self.release, self.device = model, read, dtype, release, device
         self._spare: dict[tuple[Any, ...], list[Tensor]] = {}
         self._units = units_of(model, lent or {}) if read is not None else []
         for _, owners in self._units:
@@ -317,7 +323,7 @@ class StreamedModel:
                 trim_heaps()
 
         def call(batch: ProbeBatch) -> Tensor:
-            return batch.valid(outputs_of(self.model, batch))
+            return batch.valid(outputs_of(self.model, batch)).cpu()
 
         stops = (unit.register_forward_pre_hook(lambda *_, n=n: ask(n)) for n, (unit, _) in enumerate(self._units))
         with hooked(stops):
@@ -333,7 +339,8 @@ class StreamedModel:
                 # Reuse the memory of an earlier parameter with this shape, or allocate it in the module's memory order,
                 # because GPT-2's products read their weights as [in, out].
                 spare = self._spare.get((like.shape, like.stride(), like.dtype), [])
-                value = spare.pop() if spare else torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+                room: Any = {"dtype": like.dtype, "device": self.device}
+                value = spare.pop() if spare else torch.empty_strided(like.shape, like.stride(), **room)
                 value.copy_(self.read(full))
                 # requires_grad as in a complete model, because torch computes products with it differently.
                 module._parameters[name] = nn.Parameter(value, requires_grad=value.is_floating_point())
@@ -348,7 +355,7 @@ class StreamedModel:
             empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta").as_subclass(
                 _Absent
             )
-            empty.full_name = full
+            empty.full_name, empty.home = full, self.device
             module._parameters[name] = empty  # type: ignore[assignment]
 
 
@@ -387,8 +394,8 @@ def units_of(model: nn.Module, lent: Mapping[nn.Module, str] | None = None) -> l
     return units
 
 
-def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> StreamedModel:
-    """Return gptkit's decoder for a model. It reads its weights from the files, one layer at a time."""
+def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel, device: torch.device = _CPU) -> StreamedModel:
+    """Return gptkit's decoder for a model. It reads its weights from the files, one layer at a time, onto a device."""
     tied = tree.spec.tied
     with torch.device("meta"):
         model = Decoder(tree.spec, attention).to(dtype).eval()
@@ -405,11 +412,15 @@ def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Strea
 
     lenders = tree.spec.shared_block_sources.items()
     lent = {model.blocks[layer]: f"blocks.{lender}.shared" for layer, lender in lenders if layer != lender}
-    return StreamedModel(model, read, dtype, tree.release, lent)
+    return StreamedModel(model, read, dtype, tree.release, lent, device)
 
 
-def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> StreamedModel:
+def stream_reference(
+    checkpoint: Checkpoint, dtype: torch.dtype, attention: str, device: torch.device = _CPU
+) -> StreamedModel:
     """Return transformers' model for a checkpoint. It reads its weights from the files, one layer at a time.
+
+    The weights are read onto `device`, where the buffers are, too.
 
     Raises CannotExpress if no transformers class computes the model.
     """
@@ -475,7 +486,10 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         for name, buffer in model.named_buffers():
             if stored(name):
                 buffer.copy_(read(name))
-    return StreamedModel(model.eval(), read, dtype, checkpoint.release)
+    for module in model.modules():  # not `model.to`, which cannot copy parameters without values
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+    return StreamedModel(model.eval(), read, dtype, checkpoint.release, device=device)
 
 
 @contextmanager
@@ -514,19 +528,20 @@ class Sides:
     def reference(
         self, batches: Sequence[ProbeBatch], dtype: torch.dtype, path: str, watch: _Watch = nullcontext
     ) -> list[Tensor]:
-        """Return transformers' logits at tokens without padding, (N, V) per batch.
+        """Return transformers' logits at tokens without padding, (N, V) per batch, on the CPU.
 
         Args:
-            batches: the inputs.
+            batches: the inputs, on the device that computes.
             dtype: the dtype to compute in.
             path: the attention implementation, "sdpa" or "eager".
             watch: called with the torch model. Returns a context, such as one with hooks on the model, and the model
                 runs inside it.
         """
+        device = device_of_batches(batches)
         if self.folder is None:
-            stream = stream_reference(self.source, dtype, path)
+            stream = stream_reference(self.source, dtype, path, device)
         else:
-            stream = StreamedModel(load_reference(self.folder, dtype, path))
+            stream = StreamedModel(load_reference(self.folder, dtype, path).to(device))
         with quiet(), default_dtype(torch.promote_types(dtype, torch.float32)), watch(stream.model):
             return stream.run(batches)
 
@@ -538,22 +553,24 @@ class Sides:
         watch: _Watch = nullcontext,
         tree: Tree | None = None,
     ) -> list[Tensor]:
-        """Return gptkit's logits at tokens without padding, (N, V) per batch.
+        """Return gptkit's logits at tokens without padding, (N, V) per batch, on the CPU.
 
         Args:
-            batches: the inputs.
+            batches: the inputs, on the device that computes.
             dtype: the dtype to compute in.
             path: the attention implementation, "sdpa" or "eager".
             watch: called with the torch model. Returns a context, such as one with hooks on the model, and the model
                 runs inside it.
             tree: a model to run instead of the target, such as a repaired one.
         """
+        device = device_of_batches(batches)
         if self.folder is None:
-            stream = stream_candidate(tree or self.target, dtype, path)
+            stream = stream_candidate(tree or self.target, dtype, path, device)
         elif tree is None:
-            stream = StreamedModel(load_checkpoint(self.target, dtype, path))
+            stream = StreamedModel(load_checkpoint(self.target, dtype, path, device=device))
         else:
-            stream = StreamedModel(filled(partial(Decoder, tree.spec, path), partial(tensor_of, tree), dtype))
+            make = partial(Decoder, tree.spec, path)
+            stream = StreamedModel(filled(make, partial(tensor_of, tree), dtype, device=device))
         with watch(stream.model):
             return stream.run(batches)
 

@@ -7,7 +7,7 @@ all figures. A matrix gets a second pass to compute the rank of its change (`low
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -86,7 +86,14 @@ class TensorFigures:
 
 
 def compare_tensors(
-    a: Array, dtype_a: str, b: Array, dtype_b: str, *, rank: bool = True, pause: Callable[[int], None] = lambda _: None
+    a: Array,
+    dtype_a: str,
+    b: Array,
+    dtype_b: str,
+    *,
+    rank: bool = True,
+    device: Any = None,
+    pause: Callable[[int], None] = lambda _: None,
 ) -> TensorFigures:
     """Compare two arrays A and B of one shape.
 
@@ -98,12 +105,13 @@ def compare_tensors(
         b: B.
         dtype_b: the name of its dtype.
         rank: also compute the rank of the change.
+        device: the torch device that multiplies matrices for the rank. With None, numpy does.
         pause: called after each chunk with the number of bytes read. It may raise an exception to stop.
     """
     pair = _Pair(a, dtype_a, b, dtype_b, pause)
     if pair.same():
         return TensorFigures(elements=a.size, same_bytes=dtype_a == dtype_b, rows_all=pair.rows_all)
-    sums = _Sums(pair, rank)
+    sums = _Sums(pair, rank, device)
     for rows, x, y, equal in pair.walk():
         sums.add(rows, x, y, equal)
     return sums.finished()
@@ -175,7 +183,7 @@ class _Sums:
     the rank of B - A.
     """
 
-    def __init__(self, pair: _Pair, rank: bool) -> None:
+    def __init__(self, pair: _Pair, rank: bool, device: Any) -> None:
         rows, columns = pair.shape
         self.pair, self.figures = pair, TensorFigures(int(pair.a.size), rows_all=pair.rows_all)
         self.marks = np.zeros(pair.rows_all, bool)
@@ -187,7 +195,7 @@ class _Sums:
         # fp32 has enough bits for a change between values with 8 or 11 bits.
         self.dtype = "float64" if {"F32", "F64"} & set(floats) else "float32"
         wanted = rank and pair.matrix and min(pair.shape) > 1
-        self.sketch = Sketch(rows, columns, self.dtype) if wanted else None
+        self.sketch = Sketch(rows, columns, self.dtype, device) if wanted else None
 
     def add(self, rows: slice, x: Array, y: Array, equal: bool) -> None:
         """Add some rows of A and B.
@@ -284,7 +292,7 @@ class _Sums:
             return Rank(limit, least, limit, None, None, more=True)
         spectrum = self.sketch.spectrum
         if spectrum is None:
-            projection = Projection(np.linalg.qr(self.sketch.total)[0], self.dtype)
+            projection = Projection(np.linalg.qr(self.sketch.total)[0], self.dtype, self.sketch.device)
             for _, x, y, equal in self.pair.walk():
                 if not equal:
                     change = y - x

@@ -42,6 +42,7 @@ from ..converter.threads import as_before, suit
 from ..converter.tokenizer import load_tokenizer
 from ..display import Shown
 from ..errors import GptkitError, InvalidInput, UsageError
+from ..modules.devices import Device, device_of, hardware, in_float32, reported_memory
 from ..modules.load import torch_dtype
 from ..signatures import takes
 from .bisect import Divergence
@@ -130,6 +131,8 @@ class Verification(Shown):
     damage: Damage | None = None  #: the damage by position, layer and component; None if it was not measured
     up_to: int | None = None  #: the longest sequence, in tokens, that the verdict covers; None for any length
     limited: tuple[str, ...] = ()  #: parts that were not compared although nobody asked to leave them out
+    device: str = "cpu"  #: the device that computed, such as "cuda:0"
+    hardware: str | None = None  #: the name of the GPU; None on other devices
     imprecise: Imprecise | None = None  #: in bf16 and fp16, a component that gptkit rounds more than transformers does
 
     def __repr__(self) -> str:
@@ -142,6 +145,11 @@ class Verification(Shown):
             return "identical"
         explained = self.noise is not None and self.noise.explains and self.imprecise is None
         return "equal" if explained else "different"
+
+    @property
+    def place(self) -> str:
+        """Return the device that computed, with the name of the GPU: "cuda:0 (NVIDIA H100 80GB HBM3)"."""
+        return self.device if self.hardware is None else f"{self.device} ({self.hardware})"
 
     @property
     def same(self) -> bool:
@@ -173,6 +181,7 @@ def versions() -> dict[str, str]:
 
 
 @as_before()
+@in_float32()
 @takes(Opening)
 def verify(
     model: str | Path,
@@ -188,6 +197,7 @@ def verify(
     damaged: bool | None = None,
     text: Callable[[Checkpoint], Sequence[int] | None] = lambda _: None,
     stream: bool = False,
+    device: Device = "auto",
     allow_extra: bool = False,
     progress: Callable[[str], None] | None = None,
     **opening: Unpack[Opening],
@@ -210,6 +220,8 @@ def verify(
             the architectures and the logits differ, for up to 50 million parameters.
         text: returns the token ids on which perplexity is measured, given the opened reference; None without a text.
         stream: run both models one layer at a time from their files.
+        device: the device on which both models compute: "cpu", "cuda" or "cuda:1"; by default ("auto") a GPU if there
+            is one. The rounding noise is measured on the same device. TF32 is off.
         offline, allow_pickle: see `Opening`.
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
         progress: called with the name of each step.
@@ -217,13 +229,14 @@ def verify(
     Raises:
         InvalidInput, Offline: as in `open_checkpoint`; also for different vocabularies and logits that are not finite.
         UsageError: transformers lacks this attention path; there is no tokenizer for the prompts; `damaged` was given
-            without a second model.
+            without a second model; the device is unknown or has no float64.
+        GptkitError: the memory of the GPU is full.
         CannotExpress: no transformers class computes the reference.
     """
     if damaged and other is None:
         hint = "Write gptkit verify ORIGINAL CHANGED --damage"
         raise UsageError("--damage compares two checkpoints, but only one was given", hint)
-    say = progress or (lambda _: None)
+    say, place = progress or (lambda _: None), device_of(device, "verify")
     source, target = _open_both(model, other, allow_extra=allow_extra, **opening)
     path = _attention(source, attention)
     dtype_name = str(wanted := torch_dtype(dtype)).removeprefix("torch.")
@@ -236,9 +249,10 @@ def verify(
     bytes_verdict, rows = compare_bytes(source, target, required)
     reach, limited = limited_to(source.spec, target.spec, max(batch.input_ids.shape[1] for batch in batches), up_to)
     more, unread = rows_to_probe(source, target, rows, batches, required=required, long=long, up_to=up_to)
-    batches, limited = batches + more, limited + unread
-    with sides(source, target, stream) as both:
-        run, reached = _VerifyRun(both, path, wanted, notes, say), Reached()
+    limited += unread
+    with reported_memory(source.reference), sides(source, target, stream) as both:
+        batches = [batch.to(place) for batch in batches + more]
+        run, reached = _VerifyRun(both, path, wanted, place, notes, say), Reached()
         batches, reference, candidate = run.logits(batches, reached)
         limited += reached.left_out((*bytes_verdict.different, *bytes_verdict.alone)) if not required else []
         _require_finite(candidate, f"gptkit's logits of {target.reference}", dtype_name)
@@ -250,13 +264,15 @@ def verify(
         alike = required and bytes_verdict.hold and noise is not None and noise.explains
         imprecise = run.imprecise(batches) if alike else None
         divergence = run.divergence(batches, noise, position_gaps, bisected)
-    cost = run.damage(noise, damaged, text)
-    if mutations is not False:
-        say("making mistakes on purpose")
-    score = None if mutations is False else try_mistakes(source, batches, bool(mutations), stream, notes, up_to)
+    with reported_memory(source.reference):
+        cost = run.damage(noise, damaged, text)
+        if mutations is not False:
+            say("making mistakes on purpose")
+        score = None if mutations is False else try_mistakes(source, batches, bool(mutations), stream, notes, up_to)
     pickled = opening.get("allow_pickle")
     flags = {"long": long, "stream": stream, "allow-pickle": pickled, "allow-extra": allow_extra, "damage": damaged}
     options = _options(dtype_name, path, prompts, up_to, mutations, flags)
+    options += [] if place.type == "cpu" else ["--device", str(place)]
     return Verification(
         model=str(model),
         other=None if other is None else str(other),
@@ -270,6 +286,8 @@ def verify(
         damage=cost,
         up_to=reach,
         limited=tuple(limited),
+        device=str(place),
+        hardware=hardware(place),
         imprecise=imprecise,
         notes=tuple([note for checkpoint in checkpoints for note in checkpoint.notes] + notes),
         arguments=(*map(resolved, checkpoints), *options),
@@ -317,11 +335,12 @@ def _options(
 
 @dataclass(frozen=True)
 class _VerifyRun:
-    """One run of `verify`: both models, the attention path and the dtype to compute in, and the notes for the user."""
+    """One run of `verify`: both models, the attention path, the dtype and the device, and the notes for the user."""
 
     both: Sides
     path: Kernel
     dtype: torch.dtype
+    device: torch.device
     notes: list[str]
     say: Callable[[str], None]
 
@@ -389,7 +408,8 @@ class _VerifyRun:
             return None
         size = max(count(checkpoint.spec).total for checkpoint in (source, target))
         if size <= SMALL or damaged:
-            return damage(source, target, text=text(source), progress=lambda words: self.say(f"the damage: {words}"))
+            tell = lambda words: self.say(f"the damage: {words}")  # noqa: E731
+            return damage(source, target, text=text(source), device=self.device, progress=tell)
         self.notes.append(
             f"the damage by position and layer was not measured, because a model has {size:,} parameters; "
             "--damage measures it"

@@ -57,6 +57,11 @@ def _versions() -> list[str]:
     return [f"versions  {', '.join(' '.join(package) for package in _packages())}"]
 
 
+def _device(result: Verification) -> list[str]:
+    """Return the line on the device that computed, or an empty list if it is the CPU."""
+    return [] if result.device == "cpu" else [f"device    {result.place}"]
+
+
 def _some(names: Sequence[str]) -> str:
     """Return the first names of some tensors, and the number of the others. Tensors of all layers share one name."""
     names = list(dict.fromkeys(re.sub(r"\bblocks\.\d+\.", "blocks.*.", name) for name in names))
@@ -71,7 +76,7 @@ def verification_report(result: Verification) -> RenderableType:
 
     It has a table of prompts, the verdicts, and the components before and after the first one that differs.
     """
-    lines = [*verdict_lines(result), *_versions()]
+    lines = [*verdict_lines(result), *_device(result), *_versions()]
     lines = [part for line in lines for part in whole_words(line, 80, 0, 10) or [line]]
     parts: list[RenderableType] = [_prompt_table(result.prompts), Text(), *map(Text, lines)]
     divergence = result.divergence
@@ -146,6 +151,7 @@ def _function_lines(result: Verification) -> list[str]:
     """Return the lines on the comparison of logits, and on rounding noise if it was measured."""
     reach = "" if result.up_to is None else f" up to {result.up_to:,} tokens"
     where = f"transformers, {result.dtype}, {result.attention} attention"
+    where += "" if result.device == "cpu" else f", {result.device}"
     worst = f", max Δ {scientific(max(prompt.maximum for prompt in result.prompts))}"
     reach, worst = {"identical": (reach, ""), "equal": (reach, worst), "different": ("", worst)}[result.verdict]
     lines, noise = [f"function  {_WORDS[result.verdict]}{reach}: {where}{worst}"], result.noise
@@ -271,6 +277,7 @@ def verification_page(result: Verification) -> Page:
         elif not result.passed:
             verdict += ", but not everything was examined" if result.limited else ", but the probe missed mistakes"
     facts = [("computed in", result.dtype), ("attention", result.attention)]
+    facts += [] if result.device == "cpu" else [("device", result.place)]
     sections = [
         *([] if result.damage is None else damage_sections(result.damage)),
         *_bytes(result),

@@ -33,6 +33,7 @@ from .registry import Step, apply, options, swap_for
 from .remedies import in_the_way
 
 if TYPE_CHECKING:
+    from ..modules.devices import Device
     from .fits.calibration import Calibration
 
 
@@ -114,6 +115,7 @@ def chain(
     names: Sequence[str] = (),
     leaves: bool = False,
     settled: int | None = None,
+    device: Device = "cpu",
     **opening: Unpack[Opening],
 ) -> Chain:
     """Run swap steps on an opened checkpoint. No tensor is computed unless several variants of a step are compared.
@@ -131,6 +133,7 @@ def chain(
         settled: The number of steps at the start of `steps` that run exactly as given. They are fitted on 2,048 tokens
             unless they name a number of tokens. For each later step, gptkit compares several variants on the text, and
             runs the best one. With None, all steps run as given.
+        device: The device on which variants are measured, and swaps are fitted.
         opening: How adapters are opened.
 
     Raises:
@@ -159,7 +162,7 @@ def chain(
 
             fitted = None if swap_for(step.option, step.value).chooses else TOKENS
             used.append(read().cut(step.tokens or fitted))
-            return Calibration(used[0].renamed(promise), models[-1].spec)
+            return Calibration(used[0].renamed(promise), models[-1].spec, device=device)
 
         swapped = apply(models[-1], step, calibration=calibration, **companions)
         if used:
@@ -173,7 +176,7 @@ def chain(
             step = plain(asked, models[-1].spec)
             choosing = settled is not None and number >= settled and may_choose(step) and _is_there(read)
             if choosing:
-                forms, swapped, model = choose(models[-1], step, read().renamed(promise), make)
+                forms, swapped, model = choose(models[-1], step, read().renamed(promise), make, device)
                 step = forms[0].step
                 swapped = replace(swapped, notes=(*swapped.notes, *reasons(forms, asked)))
                 tried.append(tuple(forms))

@@ -8,15 +8,21 @@ model before the step is chosen. The KL is measured on a part of the text that i
 (`CalibrationText.choosing`).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ..errors import SwapRefused
 from .base import Exactly, Model, Swapped, SwappedModel
 from .fits.text import TOKENS, CalibrationText
 from .options import spelled
 from .registry import Step, swap_for
+
+if TYPE_CHECKING:
+    from ..modules.devices import Device
 
 _GAIN = 0.02  # the share of the KL that more text must remove, so that still more text is tried
 _ENOUGH = 0.001  # the KL in nats per token below which no more text is tried
@@ -64,7 +70,11 @@ def may_choose(step: Step) -> bool:
 
 
 def choose(
-    before: Model, asked: Step, text: CalibrationText, make: Callable[[Step], tuple[Swapped, bool]]
+    before: Model,
+    asked: Step,
+    text: CalibrationText,
+    make: Callable[[Step], tuple[Swapped, bool]],
+    device: Device = "cpu",
 ) -> tuple[list[Tried], Swapped, SwappedModel]:
     """Run the variants of a step. Return the measured variants, the best first, and result and model of the best one.
 
@@ -75,12 +85,13 @@ def choose(
         asked: The requested step.
         text: The calibration text in the vocabulary of `before`.
         make: A function that runs one variant. It returns the result, and whether the variant used the text.
+        device: The device to measure on.
     """
     from .measure import OnText  # needs torch, which a dry run does not
 
     first, *larger = sizes(asked, text, sum(parameter.count for parameter in before.spec.parameters()))
     judge, forms, best = (
-        OnText(Exactly(before), text.choosing),
+        OnText(Exactly(before), text.choosing, device),
         list[Tried](),
         list[tuple[float, Swapped, SwappedModel]](),
     )

@@ -62,6 +62,7 @@ def measure(
     promise: Promise = _EVERYTHING,
     text: Sequence[int] | None = None,
     dtypes: Sequence[str] = ("float32", "float64"),
+    device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Measurement:
     """Compare the logits of two models: on gptkit's test inputs in each dtype, and on a text in fp32.
@@ -74,6 +75,7 @@ def measure(
         promise: The tokens and sequence lengths to compare.
         text: Token ids of the old vocabulary, for the perplexity. The text is cut at tokens that the swap drops.
         dtypes: The dtypes to compute in, the widest last.
+        device: The device to compute on.
         progress: A function that is called with the size in bytes of every weight that was read.
 
     Raises:
@@ -82,10 +84,12 @@ def measure(
     require_same_tokens(before, after, promise.tokens)
     scope = Scope(before.spec, after.spec, promise.tokens, promise.length)
     batches, notes = affordable(scope.probe(), before.spec, after.spec)
+    place = torch.device(device)
 
     def both(batches: Sequence[ProbeBatch], dtype: torch.dtype) -> tuple[list[torch.Tensor], ...]:
         """Run both models on batches of token ids of the old vocabulary. Return the inputs of their heads."""
-        sides = ((before, batches), (after, [scope.renamed(batch) for batch in batches]))
+        renamed = [scope.renamed(batch) for batch in batches]
+        sides = [(tree, [batch.to(place) for batch in side]) for tree, side in ((before, batches), (after, renamed))]
         return tuple(states(tree, side, dtype, progress=progress) for tree, side in sides)
 
     maximum, relative = {}, {}
@@ -100,7 +104,7 @@ def measure(
         maximum[name], relative[name] = worst, worst / largest if largest else worst
     mean, agreed = comparison.kl.mean().item(), comparison.agree.double().mean().item()
     measured = Measurement(maximum, relative, mean, agreed, len(comparison.kl), notes=notes)
-    on_text = None if text is None else measure_text(before, after, promise, text, progress)
+    on_text = None if text is None else measure_text(before, after, promise, text, progress, place)
     if on_text is None:
         note = "not measured on the text, because no two consecutive tokens of it are in the new vocabulary"
         return measured if text is None else replace(measured, notes=(*notes, note))
@@ -108,20 +112,28 @@ def measure(
 
 
 def measure_text(
-    before: Tree, after: Tree, promise: Promise, text: Sequence[int], progress: Callable[[int], None] | None = None
+    before: Tree,
+    after: Tree,
+    promise: Promise,
+    text: Sequence[int],
+    progress: Callable[[int], None] | None = None,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Any] | None:
     """Compare two models on a text, in fp32. Return the fields of a `Measurement` that are about the text.
 
     Return None if no two consecutive tokens of the text are in the new vocabulary.
     """
-    return OnText(before, text).compare(after, promise, progress)
+    return OnText(before, text, device).compare(after, promise, progress)
 
 
 class OnText:
-    """A model and a text, with which several other models are compared. The model runs on the text only once."""
+    """A model and a text, with which several other models are compared. The model runs on the text only once.
 
-    def __init__(self, before: Tree, text: Sequence[int]) -> None:
-        self.before, self.text = before, text
+    All models compute on `device`.
+    """
+
+    def __init__(self, before: Tree, text: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.before, self.text, self.device = before, text, torch.device(device)
         self._states: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
 
     def compare(
@@ -133,8 +145,9 @@ class OnText:
         for windows in scope.groups(self.text):
             batches, key = inputs(windows), tuple(map(tuple, windows))
             if key not in self._states:
-                self._states[key] = _flat(states(self.before, batches, torch.float32, progress=progress))
-            renamed = [scope.renamed(batch) for batch in batches]
+                there = [batch.to(self.device) for batch in batches]
+                self._states[key] = _flat(states(self.before, there, torch.float32, progress=progress))
+            renamed = [scope.renamed(batch).to(self.device) for batch in batches]
             both = self._states[key], _flat(states(after, renamed, torch.float32, progress=progress))
             targets = scope.targets(windows)
             compared.append(compare_heads(self.before, after, both, tokens=scope.tokens, targets=targets))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from .recipe import Recipe, plain, read_recipe
 from .registry import Step, steps_of
 
 if TYPE_CHECKING:
+    from ..modules.devices import Device
     from ..parity.damage import Damage
     from .measure import Measurement
 
@@ -148,6 +150,7 @@ def swap(
     dry_run: bool = False,
     measured: bool = True,
     each_step: bool | None = None,
+    device: Device = "auto",
     offline: bool = False,
     allow_pickle: bool = False,
     allow_extra: bool = False,
@@ -184,6 +187,8 @@ def swap(
         measured: Compare logits before and after, in fp32 and fp64, from the written files.
         each_step: Also measure how much every step alone changes the logits. The default is True for several steps on a
             model of up to 50 million parameters.
+        device: The device on which swaps are fitted on a text, and logits are compared: "cpu", "cuda" or "cuda:1". The
+            default "auto" is a GPU if there is one. A dry run uses the CPU. TF32 is off.
         offline: Use only local files and the cache of the hub.
         allow_pickle: Also read .bin files (weights only), of the model and of adapters.
         allow_extra: Leave out tensors that the model does not use. Without it, such tensors are an error.
@@ -209,24 +214,40 @@ def swap(
     if not dry_run and Path(out).resolve() in (source.path.resolve(), source.folder.resolve()):
         raise UsageError(f"the output folder {out} is the model itself, which would be lost", "Name another folder.")
     text = cache(partial(request.text, source))
-    done, recorded, family = _carried_out(request, source, text, dry_run, opening)
-    stored = request.stored or done.stored
-    records = [{**swapped.summary, "dtype": HF_NAMES[stored], "gptkit": __version__} for swapped in done.swapped]
-    plan = _plan(source, done, records, family, request.stored)
-    figures = _Measurements()
-    if not dry_run:
-        recorded = replace(recorded, sources=_digests(source))
-        with Staging(Path(out), force) as staging:
-            files = execute(plan, _tensors(done.models[-1]), staging, progress)
-            if measured:
-                sampled = (source.origin.reference or "").startswith("sample:")
-                measured_on = text() if request.calibrate is not None or sampled else None
-                figures = _measure(source, done, stored, staging.path, measured_on, family, each_step)
-            staging.commit(_manifest(source, family, recorded, records, figures), files=files)
+    with _computing_on(device, dry_run) as place:
+        done, recorded, family = _carried_out(request, source, text, dry_run, place, opening)
+        stored = request.stored or done.stored
+        records = [{**swapped.summary, "dtype": HF_NAMES[stored], "gptkit": __version__} for swapped in done.swapped]
+        plan = _plan(source, done, records, family, request.stored)
+        figures = _Measurements()
+        if not dry_run:
+            recorded = replace(recorded, sources=_digests(source))
+            with Staging(Path(out), force) as staging:
+                files = execute(plan, _tensors(done.models[-1]), staging, progress)
+                if measured:
+                    sampled = (source.origin.reference or "").startswith("sample:")
+                    measured_on = text() if request.calibrate is not None or sampled else None
+                    figures = _measure(source, done, stored, staging.path, measured_on, family, each_step, place)
+                staging.commit(_manifest(source, family, recorded, records, figures, place), files=files)
     totals = (count(source.spec).total, count(done.spec).total)
     same = None if given is None or not given.sources or dry_run else given.sources == recorded.sources
     rest = not dry_run, figures.steps, recorded, same, figures.naive, family
     return SwapResult(source, Path(out), done, HF_NAMES[stored], figures.whole, totals, plan, *rest)
+
+
+@contextmanager
+def _computing_on(device: Device, dry_run: bool = False) -> Iterator[Device]:
+    """Yield the device to compute on, without TF32. Raise GptkitError if the memory of a GPU is full.
+
+    A dry run computes nothing, so torch is not imported for it.
+    """
+    if dry_run:
+        yield "cpu"
+        return
+    from ..modules.devices import device_of, in_float32, reported_memory
+
+    with in_float32(), reported_memory():
+        yield device_of(device, "swap")
 
 
 def _requested(
@@ -260,7 +281,12 @@ def _requested(
 
 
 def _carried_out(
-    request: _Request, source: Checkpoint, text: Callable[[], CalibrationText], dry_run: bool, opening: Opening
+    request: _Request,
+    source: Checkpoint,
+    text: Callable[[], CalibrationText],
+    dry_run: bool,
+    device: Device,
+    opening: Opening,
 ) -> tuple[Chain, Recipe, Architecture | None]:
     """Run the steps of a request. Return their result, the recipe to store, and the family of Hugging Face files.
 
@@ -275,6 +301,7 @@ def _carried_out(
         names=request.labels,
         leaves=leaves,
         settled=request.settled(dry_run),
+        device=device,
         **opening,
     )
     if recipe is not None and request.repeats and recipe.calibration and done.calibration != recipe.calibration:
@@ -292,6 +319,7 @@ def _measure(
     text: CalibrationText | None,
     family: Architecture | None,
     each_step: bool | None,
+    device: Device,
 ) -> _Measurements:
     """Measure how much the logits change: from the written files, by each step alone, and without fits on a text.
 
@@ -301,14 +329,14 @@ def _measure(
 
     held_out = None if text is None else text.held_out
     text = text if held_out else None
-    whole = measured_from_files(source, done, stored, folder, held_out)
+    whole = measured_from_files(source, done, stored, folder, held_out, device)
     if family is not None:
-        require_transformers(folder)
+        require_transformers(folder, device)
     steps = [step for step in done.steps if step.option != "as"]
     if each_step is None:
         each_step = len(steps) > 1 and max(count(model.spec).total for model in done.models) <= SMALL
-    alone = steps_alone(done, text) if each_step else ()
-    return _Measurements(whole, plain_form(source, done, text), alone)
+    alone = steps_alone(done, text, device) if each_step else ()
+    return _Measurements(whole, plain_form(source, done, text, device), alone)
 
 
 def _digests(source: Checkpoint) -> dict[str, str]:
@@ -324,8 +352,14 @@ def _manifest(
     recipe: Recipe,
     records: Sequence[Mapping[str, Any]],
     measurements: _Measurements,
+    device: Device,
 ) -> dict[str, Any]:
-    """Return what the manifest.json of the output says about the swap. `records` has one JSON object for each step."""
+    """Return what the manifest.json of the output says about the swap. `records` has one JSON object for each step.
+
+    It names the device if that is not the CPU, because a fit gives other last bits on another device.
+    """
+    from ..modules.devices import in_words
+
     whole, naive = measurements.whole, measurements.naive
     return {
         "gptkit": __version__,
@@ -337,6 +371,7 @@ def _manifest(
             "measured": None if whole is None else whole.as_json(),
             "measured_plainly": None if naive is None else naive.as_json(),
             "measured_steps": [measurement.as_json() for measurement in measurements.steps],
+            **({} if str(device) == "cpu" else {"device": in_words(device)}),
         },
     }
 
@@ -394,24 +429,32 @@ def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:
 
 
 @as_before()
-def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[str], None] | None = None) -> Damage:
+def assess(
+    result: SwapResult,
+    text: Sequence[int] | None,
+    progress: Callable[[str], None] | None = None,
+    device: Device = "auto",
+) -> Damage:
     """Measure the damage of a swap from the published files, in more detail than `swap` does.
 
-    `text` has token ids of the old vocabulary. With None, the damage is not measured on a text.
+    `text` has token ids of the old vocabulary. With None, the damage is not measured on a text. `device` is as in
+    `swap`.
     """
     from ..parity.damage import damage
 
     done = result.chain
     suit(done.spec)
-    return damage(
-        done.against,
-        StoredModel(open_checkpoint(result.target)),
-        text=text,
-        tokens=done.promise.tokens,
-        most=done.promise.length,
-        layers=_layers_of(done),
-        progress=progress,
-    )
+    with _computing_on(device) as place:
+        return damage(
+            done.against,
+            StoredModel(open_checkpoint(result.target)),
+            text=text,
+            tokens=done.promise.tokens,
+            most=done.promise.length,
+            layers=_layers_of(done),
+            device=place,
+            progress=progress,
+        )
 
 
 def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | None) -> tuple[int, ...] | None:

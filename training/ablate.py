@@ -164,7 +164,7 @@ def ablate(
     out: str | Path,
     *,
     data: str | Path | Sequence[str | Path] = (),
-    device: str | None = None,
+    device: str = "auto",
     resume: bool = False,
     force: bool = False,
     tell: Callable[[str, int, TrainingStep], None] = lambda name, seed, step: None,
@@ -178,7 +178,7 @@ def ablate(
         plan: a TOML file, or the name of a plan that comes with gptkit.
         out: the folder for all files. After every run, gptkit writes its ablation.json again.
         data: text files, or one folder that `tokenize` wrote, instead of the texts in the plan.
-        device: where to train; by default on a GPU if there is one.
+        device: where to train: "cpu", "cuda", "cuda:1" or "mps"; by default ("auto") on a GPU if there is one.
         resume: continue the ablation in `out`. Variants and seeds that are new in the plan are also run.
         force: start again in a folder that an ablation wrote. Its earlier results are replaced.
         offline, allow_pickle: see `Opening`.
@@ -225,12 +225,12 @@ class _Inputs:
     variants: list[PlannedVariant]  # the base and the variants, once for every budget
     texts: list[Path | str]
     settings: dict[str, Any]  # the arguments of `train` and `heal` that all runs share
-    device: str | None
+    device: str
     opening: Opening
     tokenizer: str | None  # the model whose tokenizer reads the texts; None trains a new tokenizer
 
     @classmethod
-    def of(cls, plan: Plan, data: str | Path | Sequence[str | Path], device: str | None, opening: Opening) -> _Inputs:
+    def of(cls, plan: Plan, data: str | Path | Sequence[str | Path], device: str, opening: Opening) -> _Inputs:
         """Return the inputs for a plan. The training texts are `data`, or those in the plan if `data` is empty.
 
         Raises:
@@ -353,7 +353,7 @@ class _Runs:
     texts: Sequence[str | Path]
     data: TokenFile
     settings: dict[str, Any]  # the arguments of `train` and `heal` that all runs share
-    device: str | None
+    device: str
     opening: Opening
     tell: Callable[[str, int, TrainingStep], None]
 
@@ -426,7 +426,8 @@ class _Runs:
         if not path.is_dir():
             with in_messages(label_of(arm)):
                 text = next((text for text in self.texts if Path(text).is_file()), None)  # some swaps are fitted on it
-                swap(str(arm.start), path, arm.steps, measured=False, calibrate=text, **self.opening)
+                how: Any = {"measured": False, "calibrate": text, "device": self.device, **self.opening}
+                swap(str(arm.start), path, arm.steps, **how)
         return path
 
     def run(self, variant: PlannedVariant, seed: int, model: Path | str) -> RunResult:

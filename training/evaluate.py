@@ -33,8 +33,10 @@ from ..converter.tokenizer import Tokenizer, load_tokenizer
 from ..display import Record, Shown
 from ..errors import GptkitError, InvalidInput, UsageError
 from ..modules.decoder import Decoder
+from ..modules.devices import Devices, devices_of, in_float32
 from ..modules.generate import outside_vocabulary
 from ..modules.load import load_checkpoint
+from ..modules.placement import connect
 from ..parity.compare import perplexity
 from ..parity.probe import TOGETHER, WINDOW
 from ..signatures import takes
@@ -459,6 +461,7 @@ def losses_and_ranks(model: Decoder, states: Tensor, targets: Tensor) -> list[tu
     results, step = [], max(1, _LOGITS // model.spec.vocab_size)
     for part, target_ids in zip(torch.split(states, step), torch.split(targets, step), strict=True):
         logits = model.head(part, model.embedding.weight).double()
+        target_ids = target_ids.to(logits.device)
         own = logits.gather(1, target_ids[:, None])
         before = torch.arange(logits.shape[1], device=logits.device) < target_ids[:, None]
         rank = ((logits > own) | (before & (logits == own))).sum(1)
@@ -511,6 +514,7 @@ def _by_bytes(a: _Predictions, b: _Predictions) -> tuple[Array, Array, Array]:
 
 
 @as_before()
+@in_float32()
 @takes(Opening)
 def evaluate(
     model: str | Path,
@@ -524,7 +528,7 @@ def evaluate(
     rope: str | None = None,
     dtype: torch.dtype | str = "float32",
     attention: Kernel = "sdpa",
-    device: str | torch.device = "cpu",
+    device: Devices = "auto",
     allow_extra: bool = False,
     progress: Callable[[str], None] | None = None,
     **opening: Unpack[Opening],
@@ -545,7 +549,8 @@ def evaluate(
         rope: a RoPE scaling, such as "yarn:4", to compare with the unscaled model beyond its context.
         dtype: the dtype of the computation.
         attention: "sdpa" or "eager".
-        device: where to compute.
+        device: where to compute: "cpu", "cuda" or "cuda:1"; by default ("auto") on a GPU if there is one. Several
+            devices, such as "cuda:0,cuda:1", divide the layers among them. TF32 is off.
         offline, allow_pickle: see `Opening`.
         allow_extra: ignore tensors that have no place in the model instead of refusing them.
         progress: called with a line about the progress of a model.
@@ -553,12 +558,12 @@ def evaluate(
     Raises:
         InvalidInput: a file cannot be read as text, or no text has two tokens; also as in `open_checkpoint`.
         UsageError: a window is longer than the position table, a token is beyond the vocabulary, there is no tokenizer,
-            or a number is out of range.
+            a number is out of range, or the device is unknown or has no float64.
         SwapRefused: `rope` was given, but the model has no RoPE.
         MissingComponent: a model does not predict a next token.
         GptkitError: the logits are NaN.
     """
-    paths = paths_of(data)
+    paths, places = paths_of(data), devices_of(device, "eval")
     named = _opened(model, against, allow_extra=allow_extra, **opening)
     contexts = [min(stated_context(checkpoint.spec) or WINDOW, MOST) for checkpoint in named.values()]
     width = min(contexts) if context is None else context
@@ -568,7 +573,7 @@ def evaluate(
         _require_positions(checkpoint, width * past)
     scaled = {} if rope is None else _scaled(*next(iter(named.items())), rope)  # refuse it before anything is computed
     measuring = _Measuring(
-        paths=paths, width=width, stride=step, past=past, top_k=top_k, dtype=dtype, attention=attention, device=device,
+        paths=paths, width=width, stride=step, past=past, top_k=top_k, dtype=dtype, attention=attention, device=places,
         tell=progress or (lambda _: None),
     )  # fmt: skip
     runs, curves = list[_Predictions](), list[Curve]()
@@ -631,7 +636,7 @@ class _Measuring:
     top_k: Sequence[int]
     dtype: torch.dtype | str
     attention: Kernel
-    device: str | torch.device
+    device: Devices
     tell: Callable[[str], None]
 
     def run(
@@ -687,6 +692,8 @@ def _as_tree(model: Decoder, spec: ModelSpec, attention: Kernel) -> Decoder:
     with torch.device("meta"):
         decoder = Decoder(spec, attention)
     decoder.load_state_dict(model.state_dict(), assign=True)
+    if model.placement is not None:
+        connect(decoder, model.placement)
     return decoder.eval()
 
 

@@ -22,6 +22,7 @@ from ..analysis.costs import stated_context
 from ..converter.checkpoint import open_checkpoint
 from ..converter.tokenizer import StreamDecoder, load_tokenizer
 from ..errors import UsageError
+from ..modules.devices import Device, device_of
 from ..modules.generate import Sampling, generate
 from ..modules.load import load_checkpoint
 from .data import boundary_ids
@@ -47,7 +48,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         pretrained: a checkpoint: a folder, a file, a sample, a preset, or a repository on the hub.
         dtype: the dtype of the computation.
         attention: "sdpa" or "eager".
-        device: where to compute.
+        device: where to compute: "cpu", "cuda", "cuda:1" or "mps"; by default ("auto") on a GPU if there is one.
         max_length: the largest number of tokens that the model reads; by default the context that it states, or 2,048.
         opening: options for opening the checkpoint, as in `open_checkpoint`.
 
@@ -63,7 +64,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         dtype: torch.dtype | str = "float32",
         attention: Kernel = "sdpa",
         *,
-        device: str | torch.device = "cpu",
+        device: Device = "auto",
         max_length: int | None = None,
         **opening: Any,
     ) -> None:
@@ -80,8 +81,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             raise UsageError(
                 f"the tokenizer of {checkpoint.reference} has no beginning-of-sequence or end-of-sequence token"
             )
-        self._first, self._device = first[0], torch.device(device)
-        self.model = load_checkpoint(checkpoint, dtype, attention, device=device)
+        self._first, self._device = first[0], device_of(device)
+        self.model = load_checkpoint(checkpoint, dtype, attention, device=self._device)
         self.max_length = max_length or stated_context(checkpoint.spec) or MOST
 
     @property

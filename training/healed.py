@@ -84,6 +84,7 @@ def swap(
             store.resumes(resume, force)  # refuse before the swaps, which may take long
         stack.callback(shutil.rmtree, changed, ignore_errors=True)
         done = run(out=changed, steps=steps, to="local", force=True)
+        healing = {"device": options.get("device", "auto"), **healing}
         healed = (watched or heal)(
             changed, model, [content.heal.value], target, **healing, **opening, resume=resume, force=force,
             to="hf:auto" if to == "auto" else to,

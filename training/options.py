@@ -56,8 +56,8 @@ class RunOptions:
     """The dtype of matrix products; by default bfloat16 on a GPU and float32 elsewhere."""
     compiled: bool = False
     """Whether to use torch.compile."""
-    device: str | None = None
-    """Where to compute; by default on a GPU if there is one."""
+    device: str = "auto"
+    """Where to compute: cpu, cuda, cuda:1 or mps; by default (auto) on a GPU if there is one."""
     resume: bool = False
     """Continue from the last checkpoint, with the same bits as a run without a pause."""
     force: bool = False

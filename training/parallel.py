@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..converter.distributed import meet, several
-from ..errors import Elsewhere, UsageError, shown
+from ..errors import Elsewhere
+from ..modules.devices import AUTO, Device, device_of
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _PIECE = 2**20  # bytes
@@ -86,20 +87,6 @@ class Group:
         return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _device(name: str | None) -> torch.device:
-    """Return the device with this name, by default a GPU if there is one. Raise UsageError if PyTorch cannot use it."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        chosen = torch.device(name)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            f"PyTorch cannot compute on the device {shown(name, 40)}: {str(error).splitlines()[0]:.200}"
-        ) from error
-    return chosen
-
-
 def _return_freed_memory() -> None:
     """Make glibc return large blocks of memory to the system as soon as they are freed.
 
@@ -112,17 +99,17 @@ def _return_freed_memory() -> None:
 
 
 @contextmanager
-def process_group(device: str | None = None) -> Iterator[Group]:
+def process_group(device: Device | None = AUTO) -> Iterator[Group]:
     """Yield the processes that torchrun started, or this process alone, as a `Group`.
 
     Raise UsageError if there is no device with this name.
     """
     if not several():
-        yield Group(0, 1, _device(device))
+        yield Group(0, 1, device_of(device))
         return
     import torch.distributed as dist
 
-    where = _device(device)
+    where = device_of(device)
     if where.type == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(where)

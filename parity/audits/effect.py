@@ -12,6 +12,7 @@ import torch
 from ...components import ModelSpec
 from ...converter.weights import Tree
 from ...errors import GptkitError
+from ...modules.devices import Device, device_of, in_float32, reported_memory
 from ..compare import PositionComparison, compare_heads
 from ..probe import ProbeBatch, Scope
 from ..rows import states
@@ -40,7 +41,9 @@ class Reweighed:
         self.tensors.release()
 
 
-def effect(source: Tree, tree: Tree) -> str:
+@in_float32()
+@reported_memory()
+def effect(source: Tree, tree: Tree, device: Device = "cpu") -> str:
     """Return, in words, how much the logits of two models differ on random tokens.
 
     If the vocabularies differ in size, only the tokens of both are compared.
@@ -48,14 +51,16 @@ def effect(source: Tree, tree: Tree) -> str:
     Args:
         source: the original model, with its weights.
         tree: the changed model, with its weights.
+        device: the device to compute on.
 
     Raises:
-        GptkitError: the logits are NaN or infinite.
+        GptkitError: the logits are NaN or infinite, or the memory of the GPU is full.
     """
     common = min(source.spec.vocab_size, tree.spec.vocab_size)
     same = source.spec.vocab_size == tree.spec.vocab_size
     scope = Scope(source.spec, tree.spec, None if same else (range(common), range(common)))
-    batches = _affordable(scope.probe(), source.spec)
+    place = device_of(device, "audit")
+    batches = [batch.to(place) for batch in _affordable(scope.probe(), source.spec)]
     with torch.inference_mode():
         sides = [states(tree_, batches, torch.float32) for tree_ in (source, tree)]
     valid = [torch.cat([batch.valid(x) for batch, x in zip(batches, side, strict=True)]) for side in sides]

@@ -166,7 +166,7 @@ def _effect_of_field(subject: Subject, source: Subject, edited: ModelSpec) -> st
     from .effect import Reweighed, effect  # here, because it imports torch
 
     try:
-        return effect(theirs, Reweighed(edited, theirs))
+        return effect(theirs, Reweighed(edited, theirs), subject.device)
     except GptkitError:
         return ""
 
@@ -185,6 +185,8 @@ def _effect_of_all(subject: Subject, source: Subject) -> Iterator[Finding]:
     from .effect import effect  # here, because it imports torch
 
     try:
-        yield Finding("function-effect", "note", f"with all changes together, {effect(opened[1], opened[0])}")
+        yield Finding(
+            "function-effect", "note", f"with all changes together, {effect(opened[1], opened[0], subject.device)}"
+        )
     except GptkitError as error:
         yield Finding("function-effect", "note", f"the effect on logits was not measured: {error.message}")

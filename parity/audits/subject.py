@@ -105,6 +105,7 @@ class Subject:
     values: bool  # whether the values are to be read
     opening: Opening
     progress: Callable[[int, int], None]  # called with the bytes read since the last call, and the total
+    device: str = "auto"  # the device on which logits are computed
     names: dict[str, str] = field(default_factory=dict)  # misnamed tensors: name in the files -> the expected name
     in_source: list[str] = field(default_factory=list)  # missing tensors that the source has with the required shape
     restored: tuple[str, Any] | None = None  # a field of config.json and the source's value, with which all tensors fit

@@ -17,6 +17,7 @@ from ..base import Exactly, Model
 from .text import CalibrationText
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from ...modules.context import Context
@@ -27,25 +28,31 @@ _WINDOW = 512  # the number of tokens in a sequence, if the model accepts that m
 
 
 class Calibration:
-    """The part of a text to fit on, cut into sequences that a model accepts: token ids (rows, tokens)."""
+    """The part of a text to fit on, cut into sequences that a model accepts: token ids (rows, tokens).
 
-    def __init__(self, text: CalibrationText, spec: ModelSpec, most: int = _WINDOW) -> None:
-        self.text, self.spec = text, spec
+    The activations on the text, and fits from them, are computed on `device`.
+    """
+
+    def __init__(
+        self, text: CalibrationText, spec: ModelSpec, most: int = _WINDOW, device: torch.device | str = "cpu"
+    ) -> None:
+        self.text, self.spec, self.device = text, spec, device
         table = None if spec.positions is None else spec.positions.length
         width = min(limit for limit in (most, table, spec.context_length, len(text.fitted)) if limit is not None)
         self.shape = (len(text.fitted) // width, width)
 
     @cached_property
     def ids(self) -> Tensor:
-        """Return the token ids, (rows, tokens)."""
+        """Return the token ids, (rows, tokens), on the device."""
         import torch
 
         rows, width = self.shape
-        return torch.tensor(self.text.fitted[: rows * width]).reshape(rows, width)
+        return torch.tensor(self.text.fitted[: rows * width]).reshape(rows, width).to(self.device)
 
     def within(self, spec: ModelSpec) -> Calibration:
         """Return the same text in sequences that are also short enough for a second model, `spec`."""
-        return Calibration(self.text, self.spec, Calibration(self.text, spec, self.shape[1]).shape[1])
+        width = Calibration(self.text, spec, self.shape[1]).shape[1]
+        return Calibration(self.text, self.spec, width, self.device)
 
     def deciding(self, tokens: int) -> Calibration:
         """Return the first `tokens` tokens of the part that chooses between fits, as the text to run through the model.
@@ -53,7 +60,7 @@ class Calibration:
         If the text has no such part, they are taken from the part to fit on.
         """
         part = self.text.choosing or self.text.fitted
-        return Calibration(replace(self.text, fitted=part[:tokens]), self.spec)
+        return Calibration(replace(self.text, fitted=part[:tokens]), self.spec, device=self.device)
 
     def start(self, model: Model) -> tuple[Tensor, Context]:
         """Embed the text. Return the input of the first layer, (rows, tokens, hidden), and the positions and masks.
@@ -66,11 +73,12 @@ class Calibration:
         from ...modules.decoder import Front
         from ...modules.load import filled, tensor_of
 
-        rows, steps = self.shape
-        front = filled(partial(Front, model.spec), partial(tensor_of, Exactly(model)), torch.float32)
+        (rows, steps), read = self.shape, partial(tensor_of, Exactly(model))
+        front = filled(partial(Front, model.spec), read, torch.float32, device=self.device)
+        positions = torch.arange(steps, device=self.device)[None]
         with torch.no_grad():
-            x, inputs = front(self.ids, torch.arange(steps)[None])
-        context = Context(rows, steps, 0, False, torch.arange(steps)[None], None, x.dtype)
+            x, inputs = front(self.ids, positions)
+        context = Context(rows, steps, 0, False, positions, None, x.dtype)
         context.inputs, context.shared, context.first = inputs, dict.fromkeys(model.spec.reused_keys), x
         return x, context
 
@@ -91,7 +99,7 @@ class Calibration:
             if index in without:
                 continue
             context.layer = index
-            layer = CalibrationLayer(index, block_of(model, index), context, x)
+            layer = CalibrationLayer(index, block_of(model, index, self.device), context, x)
             if layers is None or index in layers:
                 yield layer
             x = layer.output
@@ -140,12 +148,12 @@ def run_block(block: BlockModule, x: Tensor, context: Context, *watched: str) ->
     return output, seen
 
 
-def block_of(model: Model, index: int) -> BlockModule:
-    """Return the module of one layer of a model, with its weights in fp32."""
+def block_of(model: Model, index: int, device: torch.device | str = "cpu") -> BlockModule:
+    """Return the module of one layer of a model, with its weights in fp32 on a device."""
     import torch
 
     from ...modules.decoder import BlockModule
     from ...modules.load import filled, tensor_of
 
-    read = partial(tensor_of, Exactly(model))
-    return filled(partial(BlockModule, model.spec.blocks[index]), read, torch.float32, f"blocks.{index}")
+    read, make = partial(tensor_of, Exactly(model)), partial(BlockModule, model.spec.blocks[index])
+    return filled(make, read, torch.float32, f"blocks.{index}", device)

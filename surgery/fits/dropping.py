@@ -100,7 +100,7 @@ class _Judge:
 
     def __init__(self, model: Model, whole: Tensor) -> None:
         self.model, self.tree = model, Exactly(model)
-        self.norm = final_norm(self.tree, torch.float32)
+        self.norm = final_norm(self.tree, torch.float32, whole.device)
         self.whole = self._states(whole)
 
     def _states(self, output: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def slopes(
     """
     for layer in calibration.walk(model, layers):
         dense = layers[layer.index]
-        down = torch.from_numpy(model.wide(f"blocks.{layer.index}.feed_forward.down_proj.weight").copy())
+        down = torch.tensor(model.wide(f"blocks.{layer.index}.feed_forward.down_proj.weight"), device=layer.x.device)
         x = pre_activations(layer, dense, down)
         yield {str(layer.index): np.array([best_slope(ACTIVATIONS[dense.activation], ACTIVATIONS[new], x)[0]])}
 
@@ -55,7 +55,7 @@ def pre_activations(layer: CalibrationLayer, dense: Dense, down: torch.Tensor) -
     if gated:
         weight = weight * seen[UP][1].to(torch.float64).square()
     total = weight.flatten().cumsum(0)
-    quantiles = (torch.arange(SAMPLES, dtype=torch.float64) + 0.5) / SAMPLES * total[-1]
+    quantiles = (torch.arange(SAMPLES, dtype=torch.float64, device=x.device) + 0.5) / SAMPLES * total[-1]
     return x.flatten()[torch.searchsorted(total, quantiles).clamp_max(len(total) - 1)]
 
 
@@ -68,13 +68,14 @@ def downs(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[
     """
     for layer in calibration.walk(model, layers):
         name = f"blocks.{layer.index}.feed_forward.down_proj.weight"
-        down = torch.from_numpy(model.wide(name).copy())
+        down = torch.tensor(model.wide(name), device=layer.x.device)
         _, seen = layer.run(_GATE, UP)
         gate, up = (seen[part][1].flatten(0, 1).to(torch.float64) for part in (_GATE, UP))
         gate = layer.module.feed_forward.activation(gate)
         power = gate.square().sum(dim=0).clamp_min(torch.finfo(gate.dtype).tiny)
         share = (gate.square() * up).sum(dim=0) / power
-        yield {name: ridge_by_held_out(down * share, gate, (gate * up) @ down.T, first=_STRENGTH).numpy()}
+        fitted = ridge_by_held_out(down * share, gate, (gate * up) @ down.T, first=_STRENGTH)
+        yield {name: fitted.cpu().numpy()}
 
 
 def shares(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[Mapping[str, Wide]]:
@@ -88,6 +89,6 @@ def shares(model: Model, calibration: Calibration, layers: set[int]) -> Iterator
         x = layer.run("feed_forward")[1]["feed_forward"][0].flatten(0, 1)
         with torch.no_grad():
             weights, chosen = module.route(x)
-        total = torch.zeros(module.spec.experts, dtype=torch.float64)
+        total = torch.zeros(module.spec.experts, dtype=torch.float64, device=x.device)
         total.scatter_add_(0, chosen.flatten(), weights.flatten().to(torch.float64))
-        yield {str(layer.index): (total / total.sum()).numpy()}
+        yield {str(layer.index): (total / total.sum()).cpu().numpy()}

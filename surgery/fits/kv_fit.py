@@ -90,7 +90,7 @@ def fitted_layers(model: Model, changed: Mapping[int, Any], calibration: Calibra
         student, down = refit_down(new, inputs, layer.output, context)
         if down is not None:
             tensors_by_name[f"blocks.{layer.index}.{DOWN}.weight"] = down
-        yield {name: value.numpy() for name, value in tensors_by_name.items()}
+        yield {name: value.cpu().numpy() for name, value in tensors_by_name.items()}
 
 
 def averaged_layers(model: Model, changed: Mapping[int, Any]) -> Iterator[dict[str, Wide]]:
@@ -109,7 +109,7 @@ def averaged_layers(model: Model, changed: Mapping[int, Any]) -> Iterator[dict[s
 
 def block_with(old: BlockModule, spec: Block, tensors: dict[str, Tensor]) -> BlockModule:
     """Return a block with the components `spec` and new attention tensors. Its other weights are those of `old`."""
-    new = BlockModule(spec).to(torch.float32).eval()
+    new = BlockModule(spec).to(device=next(old.parameters()).device, dtype=torch.float32).eval()
     values = dict(old.state_dict())
     values.update({f"attention.{name}": value.float() for name, value in tensors.items()})
     new.load_state_dict({name: values[name] for name in new.state_dict()})
@@ -173,7 +173,7 @@ class _Heads:
         readers = spec.heads // len(self.keys)
         plain_q, plain_k = self.queries[:, dim:], self.keys[:, dim:].repeat_interleave(readers, dim=0)
         if spec.qkv_bias:  # the bias of keys without positions shifts all scores of a query, which softmax ignores
-            plain_k = plain_k * torch.cat((torch.ones(spec.hidden_size), torch.zeros(1))).double()
+            plain_k = plain_k * torch.cat((torch.ones(spec.hidden_size), torch.zeros(1))).to(plain_k)
         values = self.values.repeat_interleave(readers, dim=0)  # (H, d, e)
         root, inverse = square_roots(covariance)
         grams = [gram_of(self.outputs @ values @ root)]
@@ -286,7 +286,7 @@ class _LayerFit:
             scale *= float(getattr(rotary.scaling, "attention_factor", 1.0)) ** 2
             steps = self.context.position_ids.shape[-1]
             turns = module_of(rotary).frequencies(rotary, steps, inputs.dtype)
-            angles = torch.arange(steps, dtype=inputs.dtype)[:, None] * turns  # (T, dim/2)
+            angles = (torch.arange(steps, dtype=inputs.dtype)[:, None] * turns).to(inputs)  # (T, dim/2)
         queries, key = fit_keys(queries[:, rows], keys[:, rows], self.covariance, dim)
         original = self.pattern[:, list(readers)], self.scores[:, list(readers)]
         arguments = (queries.to(inputs), key.to(inputs), inputs[self.some], *original, scale, angles)

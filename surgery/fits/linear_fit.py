@@ -65,12 +65,12 @@ def fitted_layers(model: Model, blocks: Mapping[int, Block], calibration: Calibr
         student, down = refit_down(new, inputs, layer.output, context)
         if down is not None:
             tensors[f"blocks.{layer.index}.{DOWN}.weight"] = down
-        yield {name: value.numpy() for name, value in tensors.items()}
+        yield {name: value.cpu().numpy() for name, value in tensors.items()}
 
 
 def _plain(old: BlockModule, spec: Block) -> BlockModule:
     """Return a block with linear attention that has the weights of the old block. The weights of its gates are zero."""
-    new = BlockModule(spec).to(torch.float32).eval()
+    new = BlockModule(spec).to(device=next(old.parameters()).device, dtype=torch.float32).eval()
     values = {name.replace("attention", "recurrence", 1): value for name, value in old.state_dict().items()}
     gates: Any = new.recurrence.gate_proj
     values |= {f"recurrence.gate_proj.{name}": torch.zeros_like(gate) for name, gate in gates.state_dict().items()}
@@ -104,8 +104,9 @@ def _forgetting(mixer: LinearAttentionModule, inputs: tuple[Tensor, ...], wanted
     rates = least.argmin(dim=0)
     gates: Any = mixer.gate_proj
     gates.bias.copy_(torch.tensor([_opened(_RATES[index]) for index in rates.tolist()]))
-    chosen = all_errors[rates.repeat_interleave(spec.group), :, torch.arange(spec.heads)].argmin(dim=1)  # (H,)
-    scale = torch.tensor(factors)[chosen].repeat_interleave(spec.head_dim)
+    heads = torch.arange(spec.heads, device=rates.device)
+    chosen = all_errors[rates.repeat_interleave(spec.group), :, heads].argmin(dim=1)  # (H,)
+    scale = torch.tensor(factors, device=rates.device)[chosen].repeat_interleave(spec.head_dim)
     mixer.q_proj.weight.mul_(scale[:, None])
     if mixer.q_proj.bias is not None:
         mixer.q_proj.bias.mul_(scale)

@@ -137,7 +137,11 @@ def units(model: Model, calibration: Calibration, inner: Sequence[Inner], size: 
         _, seen = layer.run(*by_path)
         for name, mlp in by_path.items():
             # An expert that gets no tokens has no inputs to fit on.
-            rows = seen[name][0].reshape(-1, mlp.units).double().numpy() if name in seen else np.zeros((0, mlp.units))
+            rows = (
+                seen[name][0].reshape(-1, mlp.units).double().cpu().numpy()
+                if name in seen
+                else np.zeros((0, mlp.units))
+            )
             bias = mlp.down_bias if mlp.record.down_bias else ""
             old, rows = _reads(model, mlp.down, bias, rows)
             rest = np.arange(mlp.units, old.shape[1])
@@ -172,7 +176,7 @@ def _activity(outputs: torch.Tensor) -> Wide:
     It is the norm of a part's output over the tokens of a sequence, averaged over sequences (Minitron). `outputs` is
     (sequences, tokens, parts, elements of a part).
     """
-    return np.asarray(outputs.double().square().sum(dim=(1, 3)).sqrt().mean(dim=0).numpy())
+    return np.asarray(outputs.double().square().sum(dim=(1, 3)).sqrt().mean(dim=0).cpu().numpy())
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -268,7 +272,7 @@ def heads(
         attention: Grouped = model.spec.blocks[layer.index].attention
         *before, output = parts(path, attention)
         bias = f"{path}.o_proj.bias" if attention.output_bias else ""
-        old, seen = _reads(model, output.name, bias, rows.reshape(-1, rows.shape[-1]).double().numpy())
+        old, seen = _reads(model, output.name, bias, rows.reshape(-1, rows.shape[-1]).double().cpu().numpy())
         choice, fresh = _needed_heads(
             old, seen, output.size, attention, partial(remaining, attention, candidates, new, keys)
         )

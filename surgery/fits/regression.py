@@ -280,7 +280,7 @@ def ridge(start: Tensor, moment: Moment, strength: float) -> Tensor:
     if not strength > 0 or moment.cross is None:
         raise ValueError(f"a ridge of strength {strength} needs more than 0, and a moment with targets")
     gram = moment.gram
-    penalty = strength * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    penalty = strength * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     missing = moment.cross - start @ gram
     result: Tensor = start + torch.linalg.solve(gram + penalty, missing.T).T
     return result
@@ -294,7 +294,7 @@ def ridge_by_held_out(start: Tensor, x: Tensor, y: Tensor, weight: Tensor | None
     with this strength. Each token counts with its `weight` (...).
     """
     x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-    weight = torch.ones(len(x)) if weight is None else weight.reshape(-1)
+    weight = torch.ones(len(x), device=x.device) if weight is None else weight.reshape(-1)
     cut = len(x) - len(x) // 4
     seen, unseen = (Moment.of(x[part], y[part], weight[part]) for part in (slice(cut), slice(cut, None)))
     cross = unseen.cross

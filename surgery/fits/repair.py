@@ -29,7 +29,7 @@ def refitted_layers(
     after, calibration = SwappedModel(model, swapped), calibration.within(swapped.spec)
     student, context = calibration.start(after)
     for layer in calibration.walk(model, range(max(layers) + 1)):
-        new, context.layer = block_of(after, layer.index), layer.index
+        new, context.layer = block_of(after, layer.index, calibration.device), layer.index
         if layer.index not in layers:
             student = run_block(new, student, context)[0]
             continue
@@ -46,4 +46,4 @@ def refitted_layers(
         tensors = {f"blocks.{layer.index}.{OUTPUT}.weight": fitted}
         if down is not None:
             tensors[f"blocks.{layer.index}.{DOWN}.weight"] = down
-        yield {name: value.numpy() for name, value in tensors.items()}
+        yield {name: value.cpu().numpy() for name, value in tensors.items()}

@@ -45,7 +45,7 @@ def rounded_layers(
             for name, path in modules.items():
                 weight = model.wide(name)
                 inputs = seen[path][0] if path in seen else torch.zeros(0, weight.shape[1])
-                rounded[name] = gptq(weight, Moment.of(inputs).gram.numpy(), grid(weight))
+                rounded[name] = gptq(weight, Moment.of(inputs).gram.cpu().numpy(), grid(weight))
                 with torch.no_grad():
                     layer.module.get_parameter(f"{path}.weight").copy_(torch.from_numpy(rounded[name]))
         yield rounded

@@ -282,7 +282,7 @@ def _directions(model: Model, calibration: Calibration) -> Wide:
         output, seen = layer.run(*(path.rpartition(".")[2] for path, _ in norms(spec.blocks[layer.index], "")))
         last = [output] * (layer.index == len(spec.blocks) - 1)
         for inputs in (*(before for before, _ in seen.values()), *last):
-            normed = normed_row(inputs.reshape(-1, spec.hidden_size).double().numpy(), 1e-30)
+            normed = normed_row(inputs.reshape(-1, spec.hidden_size).double().cpu().numpy(), 1e-30)
             total += normed.T @ normed
     return np.ascontiguousarray(np.linalg.eigh(total)[1][:, ::-1])
 

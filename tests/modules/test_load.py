@@ -75,7 +75,7 @@ def test_other_attention(attention: Any) -> None:
 
 @pytest.mark.parametrize("device", ["cuda:77", "nowhere", "xpu:5"])
 def test_other_devices(device: str) -> None:
-    with pytest.raises(UsageError, match="cannot move the model to"):
+    with pytest.raises(UsageError, match="device"):
         gptkit.load("sample:llama", device=device)
 
 

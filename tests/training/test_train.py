@@ -389,7 +389,7 @@ def test_a_process_of_two_takes_its_share_of_memory(tmp_path: Path) -> None:
         ({"tokens": None, "seconds": 0.0}, "--time must be more than 0 seconds, not 0"),
         ({"tokens": None, "seconds": math.nan}, "--time must be more than 0 seconds, not nan"),
         ({"dtype": "int8"}, "dtype must be float32 or bfloat16, not 'int8'"),
-        ({"device": "nowhere"}, "cannot compute on"),
+        ({"device": "nowhere"}, "unknown device .nowhere."),
         ({"model": "sample:nothing"}, "no such sample"),
         ({"data": ["missing.txt"]}, "cannot read"),
         ({"tokenizer": "sample:llama"}, "the tokenizer has 512 tokens"),
