@@ -1,8 +1,11 @@
 """Define the input of the audit's rules (`Subject`) and their results (`Finding`, `Audit`)."""
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from ...architectures import Architecture, named
@@ -25,6 +28,9 @@ Severity = Literal["error", "warning", "note"]
 REWRITABLE = ("safetensors", "pickle")
 """The formats of checkpoints that `fix` can write again."""
 
+_ABOUT_CONFIG = {"config", "config-experts", "config-layers", "config-quantisation", "config-vocabulary", "no-config"}
+"""The rules whose faults are in config.json. Other faults are in the index or in a weight file."""
+
 SAVE_AGAIN = "Save the model again with the program that wrote it, then run gptkit audit again."
 """The remedy for a checkpoint of which something is missing or damaged."""
 CONVERT_AGAIN = "Convert the original model to GGUF again."
@@ -40,6 +46,15 @@ class Finding(Record):
     message: str
     tensors: tuple[str, ...] = ()  # the affected tensors, by their names in the files
     remedy: str = ""  # the next step for the user
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash that stays the same as long as the fault does: of the rule, the tensors, and the message.
+
+        Numbers in the message do not count, so that a count or a measured difference may change.
+        """
+        text = re.sub(r"\d[\d.,e+-]*", "0", self.message)
+        return hashlib.sha256("\0".join((self.rule, text, *sorted(self.tensors))).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,15 @@ class Audit(Shown):
         data["values_read"] = self.values
         return {**data, "findings": [finding.as_json() for finding in self.findings]}
 
+    def _location(self, finding: Finding) -> dict[str, Any]:
+        """Return the SARIF location of a finding: the file that has the fault, and the names of the tensors."""
+        folder = Path(self.reference)
+        names = (CONFIG, "*.index.json") if finding.rule in _ABOUT_CONFIG else ("*.index.json", "*.safetensors", CONFIG)
+        files = (path for name in names for path in sorted(folder.glob(name))) if folder.is_dir() else iter(())
+        location: dict[str, Any] = {"artifactLocation": {"uri": next(files, folder).as_posix()}}
+        tensors = [{"fullyQualifiedName": name} for name in finding.tensors]
+        return {"physicalLocation": location, **({"logicalLocations": tensors} if tensors else {})}
+
     def as_sarif(self) -> dict[str, Any]:
         """Return the audit in the Static Analysis Results Interchange Format, version 2.1.0."""
         from ...version import __version__
@@ -81,9 +105,8 @@ class Audit(Shown):
                 "ruleId": finding.rule,
                 "level": finding.severity,
                 "message": {"text": " ".join(filter(None, [f"{finding.message}.", finding.remedy]))},
-                "locations": [{"logicalLocations": [{"fullyQualifiedName": name} for name in finding.tensors]}]
-                if finding.tensors
-                else [],
+                "locations": [self._location(finding)],
+                "partialFingerprints": {"gptkitFinding/v1": finding.fingerprint},
             }
             for finding in self.findings
         ]

@@ -359,7 +359,13 @@ def test_the_command_says_it_to_people_and_programs(tmp_path: Path) -> None:
     assert [each["tensors"] for each in data["findings"]] == [[UP]]
     assert data["clean"] is False
     (run,) = json.loads(call("audit", folder, "--sarif").stdout)["runs"]
-    assert run["results"][0]["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] == UP
+    (result,) = run["results"]
+    (location,) = result["locations"]
+    assert location["logicalLocations"] == [{"fullyQualifiedName": UP}]
+    assert location["physicalLocation"]["artifactLocation"]["uri"] == f"{folder}/model.safetensors.index.json"
+    again = json.loads(call("audit", folder, "--sarif").stdout)["runs"][0]["results"][0]
+    assert result["partialFingerprints"] == again["partialFingerprints"] != {}
+    assert {result["ruleId"]} == {rule["id"] for rule in run["tool"]["driver"]["rules"]}
     assert call("audit", "sample:llama").exit_code == 0
 
 
