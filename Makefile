@@ -14,7 +14,7 @@ JOBS ?= 2
 KEPT_MEMORY := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=1000000000
 PYTEST := OMP_NUM_THREADS=1 $(KEPT_MEMORY) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow cases test-browser soak lint types format wheel wheels samples parity versions swaps healing healing-defaults healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-light bench-audit bench-diff bench-train bench-gpu clean
+.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow cases test-browser soak lint types format wheel wheels samples parity versions loaders swaps healing healing-defaults healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-light bench-audit bench-diff bench-train bench-gpu clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-browser  tests of the HTML pages in headless Chromium"
 	@echo "make soak          hours: thousands of killed conversions, failing I/O calls, millions of damaged files (KILLS=, FUZZ=, CONFIGS=)"
 	@echo "make parity        docs/parity.md, from a run against transformers"
+	@echo "make loaders       docs/loaders.md, from runs of transformers 4.57 and mlx-lm on folders written by gptkit"
 	@echo "make versions      docs/versions.md, from runs with the pinned and the newest libraries"
 	@echo "make swaps         docs/swaps.md, from every swap on the trained samples"
 	@echo "make healing       a section of docs/healing.md: the damage of seven swaps, and how much of it training repairs"
@@ -137,6 +138,10 @@ parity: $(STAMP)
 # Write docs/versions.md from a comparison with other releases of the dependencies. NAMES= are the environments.
 versions: $(STAMP)
 	$(BIN)/python benchmarks/versions.py $(NAMES)
+
+# Write docs/loaders.md: what transformers 4.57 and mlx-lm compute from folders that transformers 5 and gptkit write.
+loaders: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loaders.py
 
 # Write docs/swaps.md from every swap on the trained samples; takes some minutes on two cores.
 swaps: $(STAMP)

@@ -25,6 +25,7 @@ from .config import COMMON_IRRELEVANT, COMMON_REFUSED, QUANTISED, ConfigReader, 
 from .draws import VOCAB, Config
 from .layout import IDENTITY, Layout, Shape, concatenate
 from .obstacles import OWN_FORMAT, Kinds, express, of_kind
+from .rope import USUAL_ROTARY, RotaryKind
 
 
 @dataclass(frozen=True)
@@ -323,6 +324,12 @@ class Architecture:
     irrelevant: Mapping[str, str | None] = field(default_factory=dict)
     """Config fields that do not change what the model computes -> the reason. They are added to `COMMON_IRRELEVANT`.
     None as the reason: this family reads the field, although it is in `COMMON_IRRELEVANT`."""
+    rotaries: Mapping[str, RotaryKind] = field(default_factory=lambda: {"": USUAL_ROTARY})
+    """How the config class states RoPE, for every type of layer ("full_attention"), or under "" for all layers."""
+    former_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Config fields that are lists of names -> names in transformers 5 -> the same names in transformers 4."""
+    restated: Callable[[ModelSpec], Mapping[str, Any]] = lambda spec: {}
+    """Returns config fields that transformers does not read and other programs need, such as MLX or llama.cpp."""
     refused: Mapping[str, tuple[tuple[Any, ...], str] | None] = field(default_factory=dict)
     """Config fields -> their harmless values, and the reason for refusing all other values. "inner.name" is the field
     `name` of the object `inner`. None: this family accepts the field, although it is in `COMMON_REFUSED`."""

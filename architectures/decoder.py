@@ -126,6 +126,12 @@ class DecoderFamily:
         others |= {HeadTransform} if any(role.startswith("transform.") for role in roles) else set()
         return frozenset({self.norm, self.mixer, self.inner, *positions, *mixtures, *others})
 
+    @property
+    def rotaries(self) -> Mapping[str, RotaryKind]:
+        """How the config class states RoPE, for `Architecture.rotaries`."""
+        by_type = {} if self.layers is None else self.layers.rotaries
+        return by_type or {"": self.rotary or USUAL_ROTARY}
+
     def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
         """Return the `Architecture` of this family.
 
@@ -145,6 +151,7 @@ class DecoderFamily:
             "read": self.read,
             "write": self.write,
             "draw": lambda chosen: self.draw(chosen, more.get("stated", {}), **longest),
+            "rotaries": self.rotaries,
             "prefix": "model.",
             "dropped": () if more.get("prefix") else ROTARY_BUFFERS,
             "stacked": STACKED

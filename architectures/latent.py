@@ -63,6 +63,11 @@ class LatentDecoder(DecoderFamily):
     """Whether the config field `head_dim` is the width of RoPE's tables of cos and sin. Otherwise they are as wide as
     the rotary key."""
 
+    @property
+    def rotaries(self) -> Mapping[str, RotaryKind]:
+        """How the config class states RoPE, for `Architecture.rotaries`."""
+        return {"": self.key_rotary}
+
     def complete(self, config: ConfigReader, values: dict[str, Any], names: Mapping[str, str]) -> None:
         """Add no values. The config states all widths of heads, so none of them has to be computed."""
 

@@ -6,7 +6,7 @@ a lens of its own only if transformers' config class has rules that no other fam
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal
 
@@ -46,6 +46,8 @@ class Lens:
     """`draw(chosen, sizes)` returns the fields with random legal values."""
     kinds: Kinds = frozenset()
     """The kinds of components that `get` returns, without those that models of all families may have."""
+    rotaries: Mapping[str, RotaryKind] = field(default_factory=dict)
+    """How the config class states RoPE, for every type of layer. Empty: it does not differ by type."""
 
 
 def attentions(spec: ModelSpec) -> list[Attention]:
@@ -287,7 +289,7 @@ def rope_by_kind(windows: Lens, kinds: Mapping[str, RotaryKind]) -> Lens:
     def draw(chosen: Random, sizes: Sizes) -> Config:
         return {**windows.draw(chosen, sizes), **draw_rotaries(chosen, sizes["head_dim"], kinds)}
 
-    return Lens(get, put, draw)
+    return Lens(get, put, draw, rotaries=kinds)
 
 
 def rope_in(places: Places, windows: Lens) -> Lens:

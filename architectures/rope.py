@@ -85,6 +85,8 @@ class RotaryKind(NamedTuple):
     types: Mapping[str, str] | None = None
     """The config class's names of RoPE types -> transformers' names. Other types are refused. None: the family supports
     all types, under transformers' names."""
+    only: tuple[str, ...] = ()
+    """The only fields that `rope_scaling` may have in transformers 4. Empty: it may have all fields."""
 
 
 USUAL_ROTARY = RotaryKind()
@@ -128,6 +130,10 @@ def read_rotary(
     outside = config.raw(kind.theta) if kind.theta else None  # the base, unless the parameters contain one
     base = rope.number("rope_theta") if rope.raw("rope_theta") is not None else kind.base
     base = config.number(kind.theta) if rope.raw("rope_theta") is None and outside is not None else base
+    if which == "rope_scaling":  # the parameters may also be stated in the form of transformers 5
+        stated = {"rope_theta": base, "rope_type": rope.raw("type"), **rope.data}
+        newer = readers[1]
+        newer.used |= {newer.place + name for name, value in newer.data.items() if stated.get(name) == value}
     rotated = config.optional_integer(kind.dims) if kind.dims else None
     if rotated is not None and rotated <= dim:
         kind = kind._replace(whole=rotated / dim)
@@ -595,6 +601,7 @@ def _scaling(rotary: Rotary) -> dict[str, Any] | None:
     }
     if kind == "dynamic":  # transformers uses the context length of the model
         del fields[ORIGINAL]
+    fields.pop("renewed", None)  # the family has it, not the config
     turning = fields.pop("turning", None)
     if turning is not None:
         part = 2 * turning / rotary.dim

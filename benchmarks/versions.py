@@ -36,6 +36,8 @@ gptkit is compared with several releases. If a release rounds a family different
 and rounds in the same way. With a release outside of this range, gptkit works as with the nearest tested release, and
 `gptkit verify` adds a note to its report.
 
+Folders for transformers 4, and for other programs: [](loaders.md).
+
 """
 
 KINDS = """

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 import typer
 import typer.core
 
+from ..converter.targets import CONFIGS
 from ..errors import Elsewhere, GptkitError, UsageError, meant
 from ..plugins import load as load_plugins
 from ..process import INTERRUPTED, TERMINATED, Terminated
@@ -224,6 +225,13 @@ FORCE = flag(
     "--force",
     "Replace the output if it already exists. Files in the output folder that do not belong to a "
     "checkpoint, such as notes, are kept.",
+)
+CONFIG = option(
+    "--config FORM",
+    "With Hugging Face files: the form of config.json and the tokenizer's files. With transformers4, programs for "
+    "transformers 4 can read them too, such as vLLM, SGLang, llama.cpp's converter and MLX. By default, the fields "
+    "are those that transformers 5 reads.",
+    complete=one_of(CONFIGS),
 )
 QUIET = flag("-q --quiet", "Print nothing but errors.")
 

@@ -142,6 +142,7 @@ def convert(
         default="local",
         complete=complete_target,
     ),
+    config: str | None = base.CONFIG,
     dtype: str | None = option(
         "DTYPE",
         "Store every tensor in this dtype, such as float32 or bfloat16. --to gguf also accepts q8_0, and "
@@ -187,6 +188,7 @@ def convert(
 
     with progress_bar("converting", quiet) as advance:
         written: Any = {"force": force, "dry_run": dry_run, "dtype": dtype, "workers": workers, "drop": drop or ()}
+        written["config"] = config
         written["max_shard_bytes"] = base.parse_size("--max-shard-size", max_shard_size)
         written["max_memory"] = base.parse_size("--max-memory", max_memory)
         done = run(model, out, to, **written, **opening, progress=lambda n: advance(n, total), on_plan=planned)
@@ -201,6 +203,7 @@ def extract(
     model: str = MODEL,
     out: Path = argument("OUT", "The folder to write the checkpoint to."),
     *,
+    config: str | None = base.CONFIG,
     force: bool = FORCE,
     offline: bool = flag(
         "--offline", "Download nothing: use only local files and files already in the Hugging Face cache."
@@ -211,7 +214,7 @@ def extract(
     from ..converter.extract import extract as run
     from ..report.quantities import counted
 
-    done = run(part, model, out, force=force, offline=offline)
+    done = run(part, model, out, config=config, force=force, offline=offline)
     lines = [f"wrote {done.out}: {done.family}, {counted(len(done.names), 'tensor')}"]
     lines += [f"left out: {line}" for line in sorted({name.split(".layers.")[0] for name in done.left})[:8]]
     say(lines, quiet)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..terminal import answer, progress_bar
-from .base import JSON, QUIET, ForTree, argument, command, flag, option
+from .base import CONFIG, JSON, QUIET, ForTree, argument, command, flag, option
 from .completion import complete_model, one_of
 from .train import BATCH, DATA, DEVICE, HELD_OUT, amounts, reported_once
 
@@ -146,6 +146,7 @@ def heal(
     device: str = DEVICE,
     every: int | None = _EVERY,
     to: str | None = _TO,
+    config: str | None = CONFIG,
     resume: bool = _RESUME,
     force: bool = flag("--force", "Replace the folder OUT if it exists, and discard an interrupted run."),
     opening: ForTree,
@@ -172,7 +173,8 @@ def heal(
         "dtype": dtype,
         "compiled": compiled,
     }
-    where: dict[str, Any] = {"seed": seed, "device": device, "resume": resume, "force": force, "to": to}
+    where: dict[str, Any] = {"seed": seed, "device": device, "resume": resume, "force": force}
+    where |= {"to": to, "config": config}
     silent = quiet or json or not leads()
     watched = Healing(silent)
     with reported_once(), progress_bar("tokenizing", silent) as advance:

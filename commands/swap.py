@@ -11,7 +11,7 @@ import typer.main
 
 from ..errors import UsageError
 from ..terminal import answer, console, progress_bar, say, status
-from .base import FORCE, JSON, MODEL, QUIET, Command, ForWeights, argument, command, device_option, flag, option
+from .base import CONFIG, FORCE, JSON, MODEL, QUIET, Command, ForWeights, argument, command, device_option, flag, option
 from .completion import forms, one_of
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ def swap(
     calibrate: str | None = _CALIBRATE,
     calibrate_tokens: int | None = _CALIBRATE_TOKENS,
     to: str | None = _TO,
+    config: str | None = CONFIG,
     dtype: str | None = _DTYPE,
     no_measure: bool = flag("--no-measure", "Skip the comparison of the logits before and after the change."),
     measure_steps: bool = _MEASURE_STEPS,
@@ -168,7 +169,7 @@ def swap(
     values = {name: [""] * given if isinstance(given, int) else given for name, given in asked.items() if given}
     fitting: Any = {"approximate": approximate, "calibrate": calibrate, "calibrate_tokens": calibrate_tokens}
     measuring: Any = {"measured": not no_measure, "each_step": measure_steps or None, "device": device}
-    writing: Any = {"to": to, "dtype": dtype, "resume": resume, "force": force, "dry_run": dry_run}
+    writing: Any = {"to": to, "config": config, "dtype": dtype, "resume": resume, "force": force, "dry_run": dry_run}
     swapping = {"recipe": recipe, "blocks": blocks, **fitting, **measuring, **writing, **opening, **values}
     healing = None if dry_run else _healing(quiet)
     with progress_bar("swapping", quiet) as advance:

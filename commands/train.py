@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import Elsewhere, GptkitError, UsageError
 from ..terminal import progress_bar, say
-from .base import MODEL, QUIET, ForTree, argument, command, device_option, flag, option, tokens
+from .base import CONFIG, MODEL, QUIET, ForTree, argument, command, device_option, flag, option, tokens
 from .completion import one_of
 
 _HOW = "How to train"
@@ -183,6 +183,7 @@ def train(
     sample: str | None = option("PROMPT", "Generate text from this prompt at every evaluation, such as 'ROMEO:'."),
     metrics: Path | None = _METRICS,
     tensorboard: Path | None = _TENSORBOARD,
+    config: str | None = CONFIG,
     resume: bool = _RESUME,
     force: bool = flag("--force", "Replace the folder OUT if it exists, and discard an interrupted run."),
     opening: ForTree,
@@ -198,7 +199,7 @@ def train(
     options = {**amounts(budget, time, batch, context, held_out), "documents_apart": not no_document_mask}
     options |= {"rate": lr, "warmup": warmup, "decay": decay, "clip": clip, "accumulate": accumulate, "every": every}
     options |= {"tokenizer": tokenizer, "random": random, "seed": seed, "dtype": dtype, "compiled": compiled}
-    options |= {"device": device, "sample": sample, "resume": resume, "force": force}
+    options |= {"device": device, "sample": sample, "config": config, "resume": resume, "force": force}
     options |= opening
     quiet = quiet or not leads()
     watching = Watched(quiet, metrics if leads() else None, tensorboard if leads() else None)

@@ -23,6 +23,7 @@ from ..version import __version__
 from . import fp8
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
 from .companions import companions_in
+from .compatibility import compatible_files
 from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, to_float64, widest
 from .formats import Request, format_named
@@ -30,7 +31,7 @@ from .model_card import CARD, model_card
 from .names import CONFIG, LOCAL_CONFIG, json_bytes
 from .opening import Opening
 from .resolve import Reference, identify
-from .targets import FORMATS, Target
+from .targets import FORMATS, Target, with_config
 from .targets import target as parsed
 from .transfer import Transferred, jobs_of, memory_of
 from .tree import Origin, described_tree
@@ -69,7 +70,7 @@ def default_output(reference: str, to: str | Target) -> Path:
         name = os.path.basename(os.path.abspath(os.path.expanduser(reference)))  # noqa: PTH100, PTH111, PTH119
     for suffix in ("-local", "-hf", ".safetensors", ".json", ".gguf", ".bin", ".pt"):
         name = name.removesuffix(suffix)
-    return Path(f"{name or 'model'}-{str(to).replace(':', '-')}")
+    return Path(f"{name or 'model'}-{str(to).replace(':', '-').replace('@', '-')}")
 
 
 def plan_output(
@@ -127,6 +128,8 @@ def plan_output(
     config = _hf_config(architecture, spec, origin, stored, compute_dtype, whole, quantised, standard)
     card = model_card(origin)
     small = {**(texts or {}), CONFIG: config, **({} if card is None else {CARD: card})}
+    if to.config is not None:
+        small, beside = compatible_files(small, beside, architecture)
     leaves = [*architecture.bind(spec), *more]
     merged = [*architecture.bind_modules(spec), *more] if architecture.stacked else leaves
 
@@ -286,6 +289,7 @@ def convert(
     out: str | Path | None = None,
     to: str = "local",
     *,
+    config: str | None = None,
     force: bool = False,
     dry_run: bool = False,
     allow_extra: bool = False,
@@ -307,6 +311,8 @@ def convert(
             name that ends in .gguf is the name of a single file, without a manifest.
         to: "local", "hf", "hf:FAMILY" for another family that can store the model, "hf:auto" for the first that can
             (its own before others), or a name in `converter.formats`.
+        config: "transformers4" for Hugging Face files whose config.json and tokenizer_config.json programs for
+            transformers 4 read too (see `converter.compatibility`). By default transformers 5 has to read them.
         force: replace an existing checkpoint folder, in one step.
         dry_run: plan only.
         offline, allow_pickle: see `Opening`.
@@ -329,7 +335,7 @@ def convert(
         UsageError: `out` exists, its parent does not, or it is a file name although the format is a folder; an unknown
             format or dtype; `max_memory` is too small.
     """
-    reference, form = identify(model), parsed(to)
+    reference, form = identify(model), parsed(with_config(to, config))
     target = Path(out) if out is not None else default_output(reference.text, form)
     staging = team().staging(target, force)
     if (target.suffix, form.kind) == (".gguf", "gguf"):
@@ -427,7 +433,7 @@ def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
         )
         raise nearest.refusal(message)
     family = families[len(refused)]
-    return _as_tree(source, reached.tree, family), Target("hf", family.name)
+    return _as_tree(source, reached.tree, family), replace(to, family=family.name)
 
 
 def families_of(family: str | None, origin: str | None) -> list[Architecture]:

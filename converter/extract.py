@@ -11,6 +11,7 @@ from ..errors import CheckpointError, UsageError, shown
 from .resolve import Reference, resolve
 from .rewrite import rewrite
 from .scan import scan
+from .targets import target, with_config
 
 _PARTS = ("text",)
 """The parts of a composite checkpoint that `extract` can write."""
@@ -32,7 +33,13 @@ class Extracted:
 
 
 def extract(
-    part: str, model: str | Path | Reference, out: str | Path, *, force: bool = False, offline: bool = False
+    part: str,
+    model: str | Path | Reference,
+    out: str | Path,
+    *,
+    config: str | None = None,
+    force: bool = False,
+    offline: bool = False,
 ) -> Extracted:
     """Write a part of a composite checkpoint as a separate checkpoint.
 
@@ -40,6 +47,8 @@ def extract(
         part: "text", the language model.
         model: the composite checkpoint, which must have safetensors files.
         out: the folder to make.
+        config: "transformers4" for a config.json and tokenizer files that programs for transformers 4 read too; see
+            `converter.compatibility`.
         force: replace an existing checkpoint folder.
         offline: use only local files and the hub's cache.
 
@@ -52,6 +61,7 @@ def extract(
         raise UsageError(
             f"{shown(part, 40)} is not a part that gptkit can extract", f"Choose one of: {', '.join(_PARTS)}"
         )
+    older = target(with_config("hf", config)).config is not None
     resolved = resolve(model, offline=offline, companions=True)
     assert resolved.path is not None
     files = replace(scan(resolved.path), resolved=resolved, revision=resolved.revision)
@@ -59,8 +69,8 @@ def extract(
     if files.config is None or any(problems):
         why = next(filter(None, problems), f"{resolved.text} has no config.json")
         raise CheckpointError(why, f"Run gptkit audit {resolved.text} to list all problems of this checkpoint.")
-    family, config = text_config(files.config)
-    names, config = text_names(family, config, files.tensors)
-    rewrite(files, names, out, force, config)
+    family, text = text_config(files.config)
+    names, text = text_names(family, text, files.tensors)
+    rewrite(files, names, out, force, text, family=family, older=older)
     left = tuple(name for name in files.tensors if name not in names)
     return Extracted(resolved.text, Path(out), family.name, names, left)

@@ -4,8 +4,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..architectures import Architecture
 from ..version import __version__
 from .companions import companions_in
+from .compatibility import compatible_files
 from .distributed import team
 from .names import CONFIG, json_bytes
 from .scan import FileScan
@@ -22,6 +24,8 @@ def rewrite(
     config: Mapping[str, Any] | None = None,
     other: FileScan | None = None,
     from_other: Collection[str] = (),
+    family: Architecture | None = None,
+    older: bool = False,
 ) -> None:
     """Write tensors under new names, in the same number of files, and copy the other files.
 
@@ -34,6 +38,8 @@ def rewrite(
         other: another checkpoint, from which tensors are added.
         from_other: the names of the tensors to add, which keep their names. They are written into the weight file of
             `files` if there is only one. Otherwise they are written into files of their own.
+        family: the family of the config.json, if it is known.
+        older: whether programs for transformers 4 have to read config.json and tokenizer_config.json too.
 
     Raises:
         CheckpointError: a tensor has a packed dtype (4 or 6 bits), which gptkit cannot copy.
@@ -72,7 +78,10 @@ def rewrite(
     if len(weight_files) == 1:
         file_of |= dict.fromkeys(added, weight_files.pop())
     dtypes = {new: weights.info[old][0] for new, old in old_names.items()}
-    planned = plan(leaves, dtypes, texts, companions_in(files.folder), DEFAULT_SHARD_BYTES, file_of)
+    beside = companions_in(files.folder)
+    if older:
+        texts, beside = compatible_files(texts, beside, family)
+    planned = plan(leaves, dtypes, texts, beside, DEFAULT_SHARD_BYTES, file_of)
     staging = team().staging(Path(out), force)
     stats = [(str(path), path.stat()) for path in source.files]
     staging.key = planned.digest(*((path, stat.st_size, stat.st_mtime_ns, stat.st_ino) for path, stat in stats))

@@ -1,5 +1,7 @@
 """Parse the name of an output format, such as "gguf" or "hf:FAMILY": the values of `--to`, `--as` and of `save`.
 
+The name of Hugging Face files may end with the form of their config, as in "hf:llama@transformers4" (`--config`).
+
 This module is also used for help texts, errors and shell completion. To be fast, it imports the model families only
 when a name is parsed.
 """
@@ -7,7 +9,7 @@ when a name is parsed.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import UsageError
+from ..errors import UsageError, shown
 
 FORMATS = {
     name: f".{inside}"
@@ -50,6 +52,12 @@ def targets() -> tuple[str, ...]:
     return (*FOLDERS, *(name for name in FORMATS if name != READ_ONLY))
 
 
+CONFIGS = ("transformers4",)
+"""The values of `--config`: the oldest library that has to read config.json and the tokenizer's files.
+
+By default, gptkit writes the fields that transformers 5 reads. See `compatibility` for the others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A format in which a checkpoint can be written."""
@@ -58,9 +66,33 @@ class Target:
     """gptkit's own format ("local"), Hugging Face files ("hf"), or one of `FORMATS`."""
     family: str | None = None
     """The family of Hugging Face files. None means that of the original, "auto" the first that can store the model."""
+    config: str | None = None
+    """One of `CONFIGS`, or None if only transformers 5 has to read the files."""
 
     def __str__(self) -> str:
-        return self.kind if self.family is None else f"{self.kind}:{self.family}"
+        name = self.kind if self.family is None else f"{self.kind}:{self.family}"
+        return name if self.config is None else f"{name}@{self.config}"
+
+
+def with_config(to: str, config: str | None) -> str:
+    """Return the name of an output format with a form of config (`--config`), or `to` itself if `config` is None.
+
+    Raises UsageError if there is no such form, or if the format has no config.json.
+    """
+    if config is None:
+        return to
+    if config not in CONFIGS:
+        raise UsageError(f"--config {shown(config, 40)}: gptkit does not know this form", _FORMS)
+    name = to.partition("@")[0]
+    if name.partition(":")[0] != "hf":
+        raise UsageError(
+            f"--config {config} works only with Hugging Face files, not with the format {shown(name, 40)}",
+            "Use the format hf or hf:FAMILY, such as hf:llama.",
+        )
+    return f"{name}@{config}"
+
+
+_FORMS = f"Choose one of: {', '.join(CONFIGS)}. Without --config, transformers 5 can read the files."
 
 
 def target(to: str | Target, known: Sequence[str] | None = None) -> Target:
@@ -74,11 +106,14 @@ def target(to: str | Target, known: Sequence[str] | None = None) -> Target:
     from ..architectures import ARCHITECTURES, named
 
     known = targets() if known is None else known
-    kind, _, family = to.partition(":")
+    name, at, config = to.partition("@")
+    if at:
+        with_config(name, config)
+    kind, _, family = name.partition(":")
     if kind == "hf" and family:
-        return Target("hf", family if family == "auto" else named(family).name)
-    if to in known:
-        return Target(to)
+        return Target("hf", family if family == "auto" else named(family).name, config or None)
+    if name in known:
+        return Target(name, config=config or None)
     hint = f"Choose one of {', '.join(known)}." + (
         " gptkit convert can convert the result to other formats." if known == FOLDERS else ""
     )

@@ -16,7 +16,7 @@ from ..converter.convert import adapted, plan_conversion
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.outline import Outline
 from ..converter.publish import Staging
-from ..converter.targets import FOLDERS, Target, target
+from ..converter.targets import FOLDERS, Target, target, with_config
 from ..converter.transfer import transfer
 from ..converter.tree import Origin
 from ..converter.weights import Stored, Weights
@@ -35,6 +35,7 @@ def save(
     folder: str | Path,
     as_: str = "local",
     *,
+    config: str | None = None,
     dtype: torch.dtype | str | None = None,
     force: bool = False,
     max_shard_bytes: int | None = None,
@@ -53,6 +54,8 @@ def save(
         as_: "local" for gptkit's own format, or a format of Hugging Face files: "hf" for the family that the model was
             loaded from, "hf:FAMILY" for another family that can represent the model, or "hf:auto" for the first family
             that can.
+        config: "transformers4" for Hugging Face files that programs for transformers 4 read too; see
+            `converter.compatibility`.
         dtype: the dtype in which to store every tensor; by default its dtype in memory.
         force: replace an existing checkpoint folder in one step; it may be the folder that the model was loaded from.
         max_shard_bytes: the largest size of a weight file; by default the files are those of the original, or of 5 GB.
@@ -71,7 +74,7 @@ def save(
         CannotExpress: the family cannot represent the model.
         GptkitError: there is too little space on the disk, or a write fails; nothing is published.
     """
-    to = target(as_, FOLDERS)
+    to = target(with_config(as_, config), FOLDERS)
     with Staging(Path(folder), force) as staging:
         source, to, plan = _planned(model, to, dtype, max_shard_bytes, record)
         done = transfer(plan, source, staging)

@@ -22,7 +22,7 @@ from ..converter.files import sha256_file
 from ..converter.names import CONFIG, LOCAL_CONFIG
 from ..converter.opening import Opening
 from ..converter.publish import Staging
-from ..converter.targets import FOLDERS, Target, target
+from ..converter.targets import FOLDERS, Target, target, with_config
 from ..converter.threads import as_before, suit
 from ..converter.write import FolderPlan, execute
 from ..display import Shown
@@ -141,6 +141,7 @@ def swap(
     blocks: str | None = None,
     approximate: bool = False,
     to: str | None = None,
+    config: str | None = None,
     calibrate: str | Path | None = None,
     calibrate_tokens: int | None = None,
     recipe: str | Path | None = None,
@@ -171,6 +172,8 @@ def swap(
         to: The output format. The default "local" is gptkit's own format. For Hugging Face files, use "hf" (the family
             of the original), "hf:FAMILY", or "auto" (any family that can express the model, the original's first).
             gptkit also verifies Hugging Face files against transformers.
+        config: "transformers4" for Hugging Face files that programs for transformers 4 read too; see
+            `converter.compatibility`.
         calibrate: A text file. Calibrated swaps are fitted on it, and its last part measures the result. For
             checkpoints that come from a sample, the default is the bundled play.
         calibrate_tokens: The number of tokens to fit on. By default, gptkit tries 2,048, 8,192 and so on up to 32,768
@@ -205,6 +208,8 @@ def swap(
         hint = "Leave --resume out: an interrupted swap continues without it."
         raise UsageError("--resume needs a recipe that ends with heal", hint)
     given = None if recipe is None else read_recipe(recipe)
+    if config is not None:
+        to = with_config(_format(to or (None if given is None else given.to)), config)
     request = _requested(given, steps, asked, blocks, approximate, calibrate, calibrate_tokens, dtype, to)
     if not dry_run:
         Staging(Path(out), force).check()  # an output that cannot be written is refused before any work
@@ -218,7 +223,8 @@ def swap(
         done, recorded, family = _carried_out(request, source, text, dry_run, place, opening)
         stored = request.stored or done.stored
         records = [{**swapped.summary, "dtype": HF_NAMES[stored], "gptkit": __version__} for swapped in done.swapped]
-        plan = _plan(source, done, records, family, request.stored)
+        form = Target("local") if family is None else replace(request.form, family=family.name)
+        plan = _plan(source, done, records, form, request.stored)
         figures = _Measurements()
         if not dry_run:
             recorded = replace(recorded, sources=_digests(source))
@@ -271,13 +277,18 @@ def _requested(
         calibrate = recipe.text() if calibrate is None else calibrate
     if calibrate is not None and not Path(calibrate).is_file():
         raise UsageError(f"there is no text file {calibrate}", "Give --calibrate a file with some pages of plain text.")
-    form = target("hf:auto" if to == "auto" else to or "local", FOLDERS)
+    form = target(_format(to), FOLDERS)
     known = None if recipe is None else recipe.calibration.get("tokens")
     first = [] if recipe is None else [replace(s, tokens=s.tokens or calibrate_tokens or known) for s in recipe.steps]
     later = [replace(s, tokens=s.tokens or calibrate_tokens) for s in (*steps, *steps_of(asked, blocks, approximate))]
     stored = None if dtype is None else parse_dtype(dtype)
     steps, tokens = [*first, *later], calibrate_tokens or known
     return _Request(recipe, steps, form, to, dtype, calibrate, tokens, stored, repeats)
+
+
+def _format(to: str | None) -> str:
+    """Return the name of the output format, as `targets.target` parses it, for the argument `to` of `swap`."""
+    return "hf:auto" if to == "auto" else to or "local"
 
 
 def _carried_out(
@@ -391,17 +402,13 @@ def _recorded_step(asked: Step, done: Step, model: Model) -> Step:
 
 
 def _plan(
-    source: Checkpoint,
-    done: Chain,
-    records: Sequence[Mapping[str, Any]],
-    family: Architecture | None,
-    stored: str | None,
+    source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]], to: Target, stored: str | None
 ) -> FolderPlan:
-    """Plan every file of the output. `records` are the JSON records of the steps.
+    """Plan every file of the output in the format `to`. `records` are the JSON records of the steps.
 
     If Hugging Face files are written, they store all tensors in the dtype `stored`, if it is given.
     """
-    to, whole = ("local", None) if family is None else (f"hf:{family.name}", stored)
+    whole = None if to.kind == "local" else stored
     last = done.models[-1]
     dtypes = {parameter.name: whole or last.dtype(parameter.name) for parameter in done.spec.parameters()}
     # If tensors are stored in fp32 or fp64, the model must run in fp32 at least: bf16 would round away their digits.

@@ -25,6 +25,7 @@ import msgspec
 from ..architectures import expressed
 from ..components import ModelSpec
 from ..converter.manifest import MANIFEST
+from ..converter.targets import with_config
 from ..converter.threads import suit
 from ..converter.tokenizer import Tokenizer, load_tokenizer
 from ..display import Record, Shown
@@ -254,6 +255,7 @@ class _Models:
         form = options.to or (
             "local" if family is None else f"hf:{family if tree is None else family_of(tree, family)}"
         )
+        form = with_config(form, options.config)
         with _zeros_filled(self.model, names):
             require_form(self.model, form, "float32")
         return form

@@ -37,6 +37,7 @@ def swap(
     *,
     recipe: str | Path | None = None,
     to: str | None = None,
+    config: str | None = None,
     resume: bool = False,
     force: bool = False,
     dry_run: bool = False,
@@ -52,10 +53,10 @@ def swap(
     content = None if recipe is None else read_recipe(recipe)
     run = partial(exchange, model, recipe=recipe, dry_run=dry_run, **options)
     if content is None or content.heal is None:
-        return run(out=out, steps=steps, to=to, resume=resume, force=force)
+        return run(out=out, steps=steps, to=to, config=config, resume=resume, force=force)
     target, to = Path(out), to or content.to
     if dry_run:
-        done = run(out=out, steps=steps, to=to, force=force)
+        done = run(out=out, steps=steps, to=to, config=config, force=force)
         return replace(done, recipe=replace(done.recipe, heal=content.heal) if done.recipe else None)
     import torch  # which a dry run does not need
 
@@ -87,7 +88,7 @@ def swap(
         healing = {"device": options.get("device", "auto"), **healing}
         healed = (watched or heal)(
             changed, model, [content.heal.value], target, **healing, **opening, resume=resume, force=force,
-            to="hf:auto" if to == "auto" else to,
+            to="hf:auto" if to == "auto" else to, config=config,
         )  # fmt: skip
     recipe_done = None if done.recipe is None else replace(done.recipe, heal=content.heal, to=to)
     return HealedSwap(**{**vars(done), "target": target, "recipe": recipe_done}, healed=healed)

@@ -62,6 +62,8 @@ class RunOptions:
     """Continue from the last checkpoint, with the same bits as a run without a pause."""
     force: bool = False
     """Replace the result's folder, and discard an unfinished run."""
+    config: str | None = None
+    """"transformers4" for a config.json and tokenizer files that programs for transformers 4 read too."""
     offline: bool = False
     """Use local files and the hub's cache only."""
     allow_pickle: bool = False

@@ -25,6 +25,7 @@ from ..converter.names import json_bytes
 from ..converter.opening import Opening
 from ..converter.outline import Outline, outline
 from ..converter.resolve import identify
+from ..converter.targets import with_config
 from ..converter.threads import suit
 from ..converter.tokenizer import Tokenizer
 from ..display import Record
@@ -187,7 +188,7 @@ def train(
         require_trainable(tree.spec, options.documents_apart and tokens.documents > 1, not group.alone)
         training, held_out = split(tokens, options.held_out, reader, length, windows, options.documents_apart)
         family, _ = expressed(tree.spec)
-        form = "local" if family is None else f"hf:{family_of(tree, family)}"
+        form = with_config("local" if family is None else f"hf:{family_of(tree, family)}", options.config)
         suit(tree.spec)
         decoder = load(model, "float32", random=scratch, seed=options.seed, device=group.device, **options.opening)
         about = _about(decoder, scratch, tokens, held_out, settings, group, options.documents_apart)

@@ -32,6 +32,7 @@ _DECODER = DecoderFamily(
         },
     ),
 )
+_VARIANTS = ("mlp_bias", "post_norm")
 _MLP, _OURS = T + "mlp.", B + "feed_forward."
 _FEED_FORWARD = {f"{_MLP}{name}": f"{_OURS}{name}" for name in ("up_proj", "down_proj")}
 _NORMS = {T + "attention_layernorm": B + "attention_norm", T + "feedforward_layernorm": B + "feed_forward_norm"}
@@ -45,6 +46,8 @@ _APERTUS = _DECODER.architecture(
         *(Leaf(f"{_MLP}act_fn.{name}", f"{_OURS}activation.{name}", NUMBER, buffer=True) for name in ("beta", "eps")),
         *leaves_of({**_NORMS, **ENDS}),
     ),
+    restated=lambda _: dict.fromkeys(_VARIANTS, False) | {"qk_norm": True},  # mlx-lm 0.32.2, models/apertus.py
+    irrelevant=dict.fromkeys((*_VARIANTS, "qk_norm"), "not read by transformers"),
     released="2025-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},
 )

@@ -28,6 +28,8 @@ _COHERE2 = DECODER.architecture(
     "cohere2",
     "Cohere2ForCausalLM",
     LEAVES,
+    restated=lambda _: {"rotary_pct": 1.0},  # llama.cpp, conversion/command_r.py
+    irrelevant={"rotary_pct": "not read by transformers"},
     released="2024-12",
     token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
 )

@@ -23,7 +23,7 @@ from ..rope import read_rotary
 from ..usual import EMBEDDING, ENDS, FEED_FORWARD, ROUTED, B, T, mixed_leaves, shared_expert
 from . import cohere
 
-_ROTARY = cohere.ROTARY._replace(base=1e4)
+_ROTARY = cohere.ROTARY._replace(base=1e4, scaled=False)
 _MIXED = by_type(0, "first_k_dense_replace")
 _FIELDS = without(cohere.DECODER.fields, "use_qk_norm")
 _PATTERN = "prefix_dense_sliding_window_pattern"

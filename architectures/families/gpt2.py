@@ -86,6 +86,7 @@ GPT2 = _DECODER.architecture(
         *FEED_FORWARD,
         *leaves_of({"transformer.ln_f": "final_norm", "lm_head": "head"}),
     ),
+    restated=lambda spec: {"n_ctx": spec.context_length},  # mlx-lm 0.32.2, models/gpt2.py
     released="2019-02",
     model_types=("gpt2", "gpt-sw3"),
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},

@@ -42,6 +42,7 @@ _GRANITEMOEHYBRID = _DECODER.architecture(
         ),
         STACKED,
     ),
+    former_values={"layer_types": {"linear_attention": "mamba", "full_attention": "attention"}},
     stacked=STACKED,
     released="2025-05",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},

@@ -22,7 +22,7 @@ _FIELDS = {
     "norm_topk_prob": Field("mixture.normalise", True),
 }
 _KINDS = {
-    "full_attention": RotaryKind(theta="", usual={"rope_theta": 500_000.0}),
+    "full_attention": RotaryKind(theta="", scaled=False, usual={"rope_theta": 500_000.0}),
     "sliding_attention": RotaryKind(theta="", scaled=False),
 }
 _DECODER = DecoderFamily(

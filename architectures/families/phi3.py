@@ -28,6 +28,7 @@ _DECODER = DecoderFamily(
         original=4096,
         renewed=True,
         types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")},
+        only=("type", "short_factor", "long_factor"),
     ),
     # transformers checks LongRoPE's factors as if the heads divided the hidden size.
     sized=lambda _, sizes: {"hidden": sizes["heads"] * sizes["head_dim"]},

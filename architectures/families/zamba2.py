@@ -247,6 +247,7 @@ _ZAMBA2 = Architecture(
     hf_class="Zamba2ForCausalLM",
     hf_config="Zamba2Config",
     kinds=frozenset({Mamba2, RMSNorm, SharedTransformer, *ROTARY}),
+    former_values={"layers_block_type": {"linear_attention": "mamba"}},
     read=_read,
     write=_write,
     draw=_draw,
