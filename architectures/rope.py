@@ -85,6 +85,8 @@ class RotaryKind(NamedTuple):
     types: Mapping[str, str] | None = None
     """The config class's names of RoPE types -> transformers' names. Other types are refused. None: the family supports
     all types, under transformers' names."""
+    former_base: float | None = None
+    """The default base in transformers 4. None: it is `base`."""
     only: tuple[str, ...] = ()
     """The only fields that `rope_scaling` may have in transformers 4. Empty: it may have all fields."""
 

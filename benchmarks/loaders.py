@@ -29,7 +29,6 @@ ENVIRONMENTS = {
     "mlx": ("mlx-lm==0.32.2", "mlx[cpu]==0.32.4", "numpy=={numpy}"),
 }
 """The packages of every environment. {torch} is the version in constraints.txt."""
-KINDS = ("written by transformers 5", "with --config transformers4", "from GGUF, with --config transformers4")
 TEXTS = ("To be, or not to be: that is the question.", " <|user|>Hello\n\n  world<|end|>", "ünïcödé 日本 123456")
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
@@ -285,15 +284,25 @@ transformers 5 and gptkit read the folder as before, and compute the same logits
 transformers4` says what would go wrong without the option, and `--fix OUT` applies it.
 
 """
-
-RULES = """
-## What the option changes
+CHANGES = """## What the option changes
 
 | file | without the change | source |
 |---|---|---|
 """
 
+REST = """
+
+## What the option cannot change
+
+Some programs compute other functions than transformers 5, whatever the files say. `gptkit audit --for PROGRAM` reports
+it.
+
+| families | what happens | source |
+|---|---|---|
+"""
+
 KINDS_OF_CELLS = """
+
 ## Measured
 
 Every model is small and has random weights. transformers {pin} writes it with its tokenizer, and computes the logits of
@@ -301,12 +310,12 @@ two texts of 120 tokens. The columns are folders:
 
 - **5**: as transformers {pin} writes it.
 - **option**: the same folder after `gptkit convert --to hf --config transformers4`.
-- **GGUF**: the model after conversion to GGUF, and back with the option. Empty: llama.cpp has no architecture for it.
+- **GGUF**: the model after conversion to GGUF, and back with the option. Empty: gptkit does not write it as GGUF.
 
 The cells compare with the logits of transformers {pin}:
 
 - **exact**: all bits are the same.
-- **equal**: they differ by at most 1e-5 of the largest one.
+- **equal**: they differ by at most 1e-5 of the largest one (mlx-lm: 2e-4).
 - **differs**: they differ by this share of the largest one.
 - **refused**: the program does not load the folder.
 - **not there**: the program does not have this model type.
@@ -316,31 +325,68 @@ The cells compare with the logits of transformers {pin}:
 """
 
 
-def table(cells: Mapping[str, list[str]], title: str) -> str:
-    """Return the table of a program, and the reasons of its refusals."""
-    lines = [f"### {title}", "", "| model | 5 | option | GGUF |", "|---|---|---|---|"]
-    there = {name: row for name, row in cells.items() if any(cell != "not there" for cell in row)}
+def right(cell: str) -> bool:
+    """Return whether a program computes what transformers 5 computes."""
+    return cell.partition(",")[0] in ("exact", "equal")
+
+
+def table(cells: Mapping[str, list[str]], predicted: tuple[int, int]) -> str:
+    """Return the table of a program, and the reasons of its refusals.
+
+    `predicted` is the number of folders about which gptkit audit is right, and the number of folders.
+    """
+    there = {name: row for name, row in cells.items() if row[0] != "not there"}
+    counts = [sum(right(row[number]) for row in there.values()) for number in range(3)]
+    tokens = [sum("tokens" not in row[number] and bool(row[number]) for row in there.values()) for number in range(2)]
+    lines = ["| model | 5 | option | GGUF |", "|---|---|---|---|"]
+    lines += [f"| exact or equal, of {len(there)} | {' | '.join(map(str, counts))} |"]
     lines += [
         f"| {name} | " + " | ".join(cell.partition(": ")[0] for cell in row) + " |" for name, row in there.items()
     ]
-    kinds = [[cell.split(" (")[0].split(":")[0] for cell in row] for row in there.values()]
-    for number, column in enumerate(("5", "option")):
-        right = sum(row[number] in ("exact", "equal") for row in kinds)
-        lines.append(f"| **right, of {len(kinds)}** | {right} | | |" if column == "5" else f"| | | **{right}** | |")
-    reasons = [f"- {name}: {row[1].partition(': ')[2]}" for name, row in there.items() if ": " in row[1]]
-    return "\n".join([*lines, "", *(["With the option, these are refused:", "", *reasons, ""] if reasons else [])])
+    reasons = [f"- {name}: `{row[1].partition(': ')[2].strip()}`" for name, row in there.items() if ": " in row[1]]
+    said = f"{predicted[0]} of {predicted[1]} folders"
+    return "\n".join(
+        [
+            f"With the option, {counts[1]} of {len(there)} models give the logits of transformers 5; without it,"
+            f" {counts[0]}. Tokenizers that load and agree: {tokens[1]}, without the option {tokens[0]}.",
+            f"`gptkit audit --for` predicts whether the logits are right for {said} (columns 5 and option).",
+            "",
+            *lines,
+            *(["", "Why folders with the option are refused:", "", *reasons] if reasons else []),
+        ]
+    )
 
 
-def page(cells: Mapping[str, Mapping[str, list[str]]], pin: str) -> str:
+def predictions(program: str, cells: Mapping[str, list[str]]) -> tuple[int, int]:
+    """Return the number of folders for which `gptkit audit` says whether the program is right, and of all folders."""
+    import gptkit
+
+    found = [str(path) for path in (FOLDER / program).glob("lib/python*/site-packages")]
+    sys.path.extend(found)  # for the source code of mlx-lm
+    compared = [(CASES / name / str(number), row[number]) for name, row in cells.items() for number in (0, 1)]
+    compared = [(folder, cell) for folder, cell in compared if folder.is_dir()]
+    correct = 0
+    for folder, cell in compared:
+        findings = gptkit.audit(folder, loader=program).findings
+        bad = [x for x in findings if x.rule in ("loader-refuses", "loader-misreads") and "tokenizer" not in x.message]
+        correct += bool(bad) != right(cell)
+    for path in found:
+        sys.path.remove(path)
+    return correct, len(compared)
+
+
+def page(cells: Mapping[str, Mapping[str, list[str]]], predicted: Mapping[str, tuple[int, int]], pin: str) -> str:
     """Return docs/loaders.md."""
+    from gptkit.architectures.loaders import RULES
     from gptkit.converter.compatibility import CONFIG_CHANGES, TOKENIZER_CHANGES
 
     rows = [("config.json", change) for change in CONFIG_CHANGES]
     rows += [("tokenizer_config.json", change) for change in TOKENIZER_CHANGES]
     changes = "\n".join(f"| {file} | {change.why} | {change.source} |" for file, change in rows)
-    tables = [table(cells[program], title) for program, title in TITLES.items()]
-    whole = INTRO + RULES + changes + "\n" + KINDS_OF_CELLS.format(pin=pin) + "\n".join(tables)
-    return whole + "\n`make loaders` writes this page.\n"
+    rest = "\n".join(f"| {', '.join(rule.families) or 'all'} | {rule.words} | {rule.source} |" for rule in RULES)
+    tables = [f"## {title}\n\n" + table(cells[program], predicted[program]) for program, title in TITLES.items()]
+    whole = INTRO + CHANGES + changes + REST + rest + KINDS_OF_CELLS.format(pin=pin) + "\n\n".join(tables)
+    return whole + "\n\n`make loaders` writes this page.\n"
 
 
 TITLES = {"transformers4": "transformers 4.57.6", "mlx": "mlx-lm 0.32.2"}
@@ -369,7 +415,8 @@ def main() -> None:
         (FOLDER / f"{program}.json").write_text(json.dumps(cells[program], indent=1))
     from versions import pins
 
-    PAGE.write_text(page(cells, pins()["transformers"]), encoding="utf-8")
+    predicted = {program: predictions(program, cells[program]) for program in PROGRAMS}
+    PAGE.write_text(page(cells, predicted, pins()["transformers"]), encoding="utf-8")
     print(PAGE.relative_to(ROOT))
 
 

@@ -7,7 +7,7 @@ import typer
 
 from ..terminal import answer, print_json, progress_bar
 from .base import FORCE, JSON, QUIET, ForTree, argument, command, device_option, flag, option
-from .completion import complete_model
+from .completion import complete_model, one_of
 
 
 @command(
@@ -29,7 +29,9 @@ def audit(
     ),
     loader: str | None = option(
         "--for PROGRAM",
-        "Report problems that this program would have when it loads the checkpoint: transformers, llama.cpp or vllm.",
+        "Report what this program would refuse, ignore or misread in the checkpoint: transformers4 (version 4.57), "
+        "transformers, vllm, sglang, llama.cpp or mlx.",
+        complete=one_of(("transformers4", "transformers", "vllm", "sglang", "llama.cpp", "mlx")),
     ),
     values: bool = flag(
         "--values",
@@ -42,7 +44,7 @@ def audit(
         "--fix OUT",
         "Write a repaired copy of NEW to this folder. gptkit makes only repairs in which no information is lost. With "
         "--source, gptkit copies missing tensors from OLD, and restores a field of config.json if all tensors fit with "
-        "the value in OLD.",
+        "the value in OLD. With --for, gptkit adds the config fields and tokenizer settings of transformers 4.",
     ),
     force: bool = FORCE,
     sarif: bool = flag("--sarif", "Print the findings as SARIF, for code scanning in CI."),

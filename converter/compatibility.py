@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..architectures import Architecture
 from ..architectures.base import TOKEN_IDS
@@ -43,6 +43,9 @@ class Change:
     """What programs do without the change."""
     source: str
     """Where the code of such a program shows this."""
+    effect: Literal["refuses", "misreads", "ignores"]
+    """What transformers 4 does without the change: it does not load the files, it computes something else, or it only
+    ignores a setting."""
 
 
 REMOVED = object()
@@ -78,8 +81,13 @@ def _names_in_lists(config: Fields, family: Architecture | None) -> Fields:
 
 
 def _without_bookkeeping(config: Fields, _family: Architecture | None) -> Fields:
-    """Remove the fields of transformers' base class from the objects in a config that describe a part of each layer."""
-    parts = {name: part for name, part in config.items() if isinstance(part, dict) and part.get("model_type") == ""}
+    """Remove the fields of transformers' base class from the objects in a config that describe a part of each layer.
+
+    Only DBRX has two such objects, and classes for them that refuse unknown fields.
+    """
+    parts = {name: config[name] for name in ("attn_config", "ffn_config") if isinstance(config.get(name), dict)}
+    if len(parts) < 2:
+        return {}
     return {
         name: {key: value for key, value in part.items() if key not in _BOOKKEEPING} for name, part in parts.items()
     }
@@ -94,11 +102,21 @@ _BOOKKEEPING = (
 the whole model."""
 
 
+def _other_names(config: Fields, family: Architecture | None) -> Fields:
+    """Return the fields that have another name in version 5, such as `num_experts`, which is `num_local_experts`."""
+    aliases = {} if family is None else family.config_aliases
+    return {
+        name: value
+        for name, value in _own_names(config, family).items()
+        if any(x in config for x in aliases.get(name, ()))
+    }
+
+
 def _own_names(config: Fields, family: Architecture | None) -> Fields:
     """Return the fields that the family's definition writes and the config lacks.
 
-    Most of them have their default value. Others have another name in version 5, such as `num_local_experts`, or only
-    other programs need them (`Architecture.restated`).
+    Most of them have their default value. Others have another name in version 5, or only other programs need them
+    (`Architecture.restated`).
     """
     if family is None:
         return {}
@@ -196,36 +214,49 @@ CONFIG_CHANGES = (
         _torch_dtype,
         "transformers before 4.56 ignores dtype, and loads the weights as float32",
         "transformers 4.55, configuration_utils.py, PretrainedConfig.__init__",
+        "ignores",
     ),
     Change(
         "infinity",
         _plain_numbers,
         'an infinite number is stored as {"__float__": "Infinity"}, which transformers 4 does not read as a number',
         "transformers 5.23, configuration_utils.py, _encode_special_floats",
+        "refuses",
     ),
     Change(
         "rope",
         _rope,
         "programs that do not read rope_parameters use the default base, and no scaling",
         "transformers 4.57.6, modeling_rope_utils.py; mlx-lm 0.32.2, models/llama.py",
+        "misreads",
     ),
     Change(
         "parts",
         _without_bookkeeping,
         "transformers 4 refuses unknown fields of attn_config and ffn_config",
         "transformers 4.57.6, models/dbrx/configuration_dbrx.py, DbrxAttentionConfig",
+        "refuses",
     ),
     Change(
         "layer-types",
         _names_in_lists,
         "transformers 4 refuses the names that version 5 has for types of layers",
         "transformers 4.57.6, models/granitemoehybrid/configuration_granitemoehybrid.py",
+        "refuses",
     ),
     Change(
         "names",
+        _other_names,
+        "transformers 4 does not know the names that some fields have in version 5",
+        "transformers 4.57.6, models/qwen3_moe/configuration_qwen3_moe.py",
+        "misreads",
+    ),
+    Change(
+        "defaults",
         _own_names,
-        "programs use their own defaults for fields that are missing, or have other names",
-        "mlx-lm 0.32.2, models/nemotron.py, ModelArgs",
+        "programs refuse configs without fields that transformers 5 does not write, or use other defaults",
+        "mlx-lm 0.32.2, models/nemotron.py, ModelArgs; llama.cpp, conversion/command_r.py",
+        "ignores",
     ),
 )
 """The changes of config.json. In a composite config, they also apply to the config of the language model."""
@@ -258,20 +289,23 @@ TOKENIZER_CHANGES = (
     Change(
         "tokenizer-class",
         _class,
-        "transformers 4 has no tokenizer class of this name, and does not load the tokenizer",
+        "transformers 4 has no class of this name, and does not load the tokenizer",
         "transformers 4.57.6, models/auto/tokenization_auto.py, AutoTokenizer.from_pretrained",
+        "refuses",
     ),
     Change(
         "extra-tokens",
         _extra_tokens,
         "transformers 4 fails with: 'list' object has no attribute 'keys'",
         "transformers 4.57.6, tokenization_utils_base.py, _set_model_specific_special_tokens",
+        "refuses",
     ),
     Change(
         "chat-template",
         _template,
         f"transformers before 4.48 does not read {TEMPLATE}",
         "transformers 4.47, tokenization_utils_base.py, _from_pretrained",
+        "ignores",
     ),
 )
 """The changes of tokenizer_config.json."""

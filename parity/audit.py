@@ -8,23 +8,26 @@ If gptkit knows the model family, the checkpoint must have exactly the tensors t
 gptkit compares the tensor names of the layers with each other.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from ..architectures import Architecture, architecture_of
+from ..converter.compatibility import compatible_config
 from ..converter.names import CONFIG
 from ..converter.opening import Opening
 from ..converter.resolve import Reference
 from ..converter.rewrite import rewrite
 from ..converter.scan import scan
-from ..errors import InvalidInput, UsageError, shown
+from ..errors import CannotExpress, ConfigError, InvalidInput, UsageError, shown
 from ..signatures import takes
 from .audits.companions import compare_companions
 from .audits.config import check_config
 from .audits.fields import value_at, value_words, with_field
 from .audits.files import check_files
 from .audits.function import compare_function
+from .audits.loaders import check_settings
 from .audits.names import counted
 from .audits.programs import ask_program
 from .audits.reader import READ, check_reader
@@ -43,8 +46,8 @@ _OF_CONFIG = frozenset(
     }
 )
 """The rules among `READ` whose faults `fix` repairs if all tensors fit with one field of the source's config.json."""
-_LOADERS = ("transformers", "llama.cpp", "vllm")
-"""The programs that `loader` may name. gptkit uses their own code to find out what would happen."""
+LOADERS = ("transformers4", "transformers", "vllm", "sglang", "llama.cpp", "mlx")
+"""The programs that `loader` may name. gptkit reads their code if they are installed, and has tables of rules."""
 
 
 def fix(new: str | Path | Reference, out: str | Path, *, force: bool = False, **options: Any) -> Audit:
@@ -53,7 +56,9 @@ def fix(new: str | Path | Reference, out: str | Path, *, force: bool = False, **
     The repairs lose nothing. They correct tensor names and the index, include shards that no index lists, and store
     every tensor once. A missing tensor is copied from the source model if that stores it under the same name with the
     required shape; a finding of the rule "taken-from-source" then names it. A field of config.json gets the source's
-    value if all tensors then fit; a finding of the rule "restored-field" names it. If `load` would still refuse the
+    value if all tensors then fit; a finding of the rule "restored-field" names it. If `loader` is a program other than
+    "transformers", config.json and tokenizer_config.json get the fields of transformers 4 too, as with `convert
+    --config transformers4`. If `load` would still refuse the
     copy, nothing is written, and the audit of `new` is returned, with a finding of the rule "not-fixed" first. The copy
     appears only when it is complete.
 
@@ -105,7 +110,10 @@ def fix(new: str | Path | Reference, out: str | Path, *, force: bool = False, **
         )
     names = {name: before.names.get(name, name) for name in files.tensors}
     config = None if restored is None or files.config is None else with_field(files.config, *restored)
-    rewrite(files, names, out, force, config=config, other=source, from_other=taken)
+    stated = files.config if config is None else config
+    older = options.get("loader") not in (None, "transformers") and stated is not None
+    family, older = _readable(stated) if older and stated is not None else (None, False)
+    rewrite(files, names, out, force, config=config, other=source, from_other=taken, family=family, older=older)
     after, notes = audit(out, **options), list[Finding]()
     if restored is not None:
         path, value = restored
@@ -118,6 +126,22 @@ def fix(new: str | Path | Reference, out: str | Path, *, force: bool = False, **
             message += f" in the dtype {' or '.join(new_dtypes)}, which no other tensor here has"
         notes.append(Finding("taken-from-source", "note", message, taken))
     return replace(after, findings=(*after.findings, *notes))
+
+
+def _readable(config: Mapping[str, Any]) -> tuple[Architecture | None, bool]:
+    """Return the family of a config, if gptkit knows it, and whether the config can have the fields of transformers 4.
+
+    If it cannot, a finding of the audit says why.
+    """
+    try:
+        family = architecture_of(config)
+    except ConfigError:
+        return None, True
+    try:
+        compatible_config(config, family)
+    except (CannotExpress, ConfigError):
+        return family, False
+    return family, True
 
 
 @takes(Opening)
@@ -136,8 +160,8 @@ def audit(
     Args:
         new: the checkpoint: a folder, a file, or a repository on the hub.
         source: the checkpoint it was made from, to report missing and different tensors.
-        loader: also report how this program would treat the tensors, for example which ones it ignores:
-            "transformers", "llama.cpp" or "vllm".
+        loader: also report what this program would refuse, ignore or misread: "transformers4" (transformers 4.57),
+            "transformers", "vllm", "sglang", "llama.cpp" or "mlx".
         values: read the weights, to find NaN, infinities, zeros, repetitions, and differences from the source.
         device: where to compute the logits that are compared with the source's: "cpu", "cuda" or "cuda:1"; by default
             ("auto") on a GPU if there is one.
@@ -149,9 +173,9 @@ def audit(
         UsageError: the loader or the device is unknown, or the values of a model that is only on the hub are requested.
         Offline: a checkpoint is not local, and there is no network.
     """
-    if loader is not None and loader not in _LOADERS:
+    if loader is not None and loader not in LOADERS:
         raise UsageError(
-            f"--for {shown(loader, 40)}: gptkit has no rules for this program", f"known: {', '.join(_LOADERS)}"
+            f"--for {shown(loader, 40)}: gptkit has no rules for this program", f"known: {', '.join(LOADERS)}"
         )
     if device not in ("auto", "cpu"):  # these two always exist, and most audits need no torch
         from ..modules.devices import device_of
@@ -201,4 +225,5 @@ RULES: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     compare_companions,
     compare_function,
     ask_program,
+    check_settings,
 )

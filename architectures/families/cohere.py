@@ -14,7 +14,7 @@ from ..usual import EMBEDDING, ENDS, FEED_FORWARD, B, T
 
 _FIELDS = llama_fields(vocab=256000, hidden=8192, intermediate=22528, layers=40, heads=64, context=8192, tied=True)
 FIXED = {"norm.bias": False, "norm.cast": "float32", "block.parallel": True, "block.sums": "stream first"}
-ROTARY = RotaryKind(500_000.0, pairs="adjacent", rounding="tables")
+ROTARY = RotaryKind(500_000.0, pairs="adjacent", rounding="tables", former_base=10_000.0)
 
 DECODER = DecoderFamily(
     {

@@ -11,7 +11,7 @@ from ..usual import OUTPUT_NORM_LEAVES
 from . import olmo2
 
 _KINDS = {
-    "full_attention": RotaryKind(5e5, rounding="result"),
+    "full_attention": RotaryKind(5e5, rounding="result", former_base=1e4),
     "sliding_attention": RotaryKind(5e5, theta="", scaled=False, rounding="result"),
 }
 _DECODER = DecoderFamily(

@@ -20,7 +20,7 @@ _DECODER = DecoderFamily(
     inner=FeedForward,
     head_norms="same",
     fixed={**BIASED, "attention.fused": True},
-    rotary=RotaryKind(part=PART, whole=0.5, even=True),
+    rotary=RotaryKind(part=PART, whole=0.5, even=True, former_base=25_000.0),
 )
 
 _PERSIMMON = _DECODER.architecture(

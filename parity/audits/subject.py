@@ -262,5 +262,8 @@ class Subject:
             "transformers": "the class in transformers",
             "llama.cpp": "llama.cpp's tables",
             "vllm": "vLLM's source",
+            "transformers4": "tables about transformers 4.57",
+            "sglang": "SGLang's source",
+            "mlx": "mlx-lm's source",
         }
         return words + ([programs[self.loader]] if self.loader else [])
