@@ -330,14 +330,15 @@ def right(cell: str) -> bool:
     return cell.partition(",")[0] in ("exact", "equal")
 
 
-def table(cells: Mapping[str, list[str]], predicted: tuple[int, int]) -> str:
+def table(cells: Mapping[str, list[str]], predicted: tuple[int, int], own: bool) -> str:
     """Return the table of a program, and the reasons of its refusals.
 
-    `predicted` is the number of folders about which gptkit audit is right, and the number of folders.
+    `predicted` is the number of folders about which gptkit audit is right, and the number of folders. `own` says whether
+    the program has tokenizers of its own, and not those of transformers 5.
     """
     there = {name: row for name, row in cells.items() if row[0] != "not there"}
     counts = [sum(right(row[number]) for row in there.values()) for number in range(3)]
-    tokens = [sum("tokens" not in row[number] and bool(row[number]) for row in there.values()) for number in range(2)]
+    tokens = [sum(row[number] in ("exact", "equal") for row in there.values()) for number in range(2)]
     lines = ["| model | 5 | option | GGUF |", "|---|---|---|---|"]
     lines += [f"| exact or equal, of {len(there)} | {' | '.join(map(str, counts))} |"]
     lines += [
@@ -347,9 +348,10 @@ def table(cells: Mapping[str, list[str]], predicted: tuple[int, int]) -> str:
     said = f"{predicted[0]} of {predicted[1]} folders"
     return "\n".join(
         [
-            f"With the option, {counts[1]} of {len(there)} models give the logits of transformers 5; without it,"
-            f" {counts[0]}. Tokenizers that load and agree: {tokens[1]}, without the option {tokens[0]}.",
-            f"`gptkit audit --for` predicts whether the logits are right for {said} (columns 5 and option).",
+            f"With the option, {counts[1]} of {len(there)} models give the logits of transformers 5, and without it,"
+            f" {counts[0]}.",
+            *([f"With it, {tokens[1]} of them give the same tokens too, and without it, {tokens[0]}."] if own else []),
+            f"`gptkit audit --for` says in advance whether the logits are right, and is right for {said}.",
             "",
             *lines,
             *(["", "Why folders with the option are refused:", "", *reasons] if reasons else []),
@@ -384,7 +386,10 @@ def page(cells: Mapping[str, Mapping[str, list[str]]], predicted: Mapping[str, t
     rows += [("tokenizer_config.json", change) for change in TOKENIZER_CHANGES]
     changes = "\n".join(f"| {file} | {change.why} | {change.source} |" for file, change in rows)
     rest = "\n".join(f"| {', '.join(rule.families) or 'all'} | {rule.words} | {rule.source} |" for rule in RULES)
-    tables = [f"## {title}\n\n" + table(cells[program], predicted[program]) for program, title in TITLES.items()]
+    tables = [
+        f"## {title}\n\n" + table(cells[program], predicted[program], program == "transformers4")
+        for program, title in TITLES.items()
+    ]
     whole = INTRO + CHANGES + changes + REST + rest + KINDS_OF_CELLS.format(pin=pin) + "\n\n".join(tables)
     return whole + "\n\n`make loaders` writes this page.\n"
 
