@@ -333,7 +333,7 @@ def right(cell: str) -> bool:
 def table(cells: Mapping[str, list[str]], predicted: tuple[int, int], own: bool) -> str:
     """Return the table of a program, and the reasons of its refusals.
 
-    `predicted` is the number of folders about which gptkit audit is right, and the number of folders. `own` says whether
+    `predicted` is the number of folders about which gptkit audit is right, and the number of folders. `own` says if
     the program has tokenizers of its own, and not those of transformers 5.
     """
     there = {name: row for name, row in cells.items() if row[0] != "not there"}
