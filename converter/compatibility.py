@@ -142,7 +142,7 @@ def _rope(config: Fields, family: Architecture | None) -> Fields:
     In version 4, `rope_scaling` applies to one type of layer at most.
     """
     old, new = (config.get(name) for name in ("rope_scaling", "rope_parameters"))
-    by_type = isinstance(new, dict) and any(isinstance(value, dict) for value in new.values())
+    by_type = isinstance(new, dict) and any(isinstance(new[name], dict) or name.endswith("_attention") for name in new)
     if isinstance(new, dict) and by_type:
         kinds = family.rotaries if family is not None else {"full_attention": USUAL_ROTARY}
         types = [(new[name], kind) for name, kind in kinds.items() if isinstance(new.get(name), dict)]

@@ -141,9 +141,11 @@ def test_a_composite_config_has_the_fields_for_its_language_model(tmp_path: Path
     composite("gemma3").save_pretrained(tmp_path / "in")
     gptkit.convert(tmp_path / "in", tmp_path / "whole", "hf", config="transformers4")
     extract("text", tmp_path / "in", tmp_path / "text", config="transformers4")
-    bases = {"rope_theta", "rope_local_base_freq", "torch_dtype"}
-    assert bases <= config_in(tmp_path / "whole")["text_config"].keys()
-    assert bases <= config_in(tmp_path / "text").keys()
+    bases = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    whole = config_in(tmp_path / "whole")
+    assert has(whole["text_config"], bases), whole
+    assert "torch_dtype" in whole
+    assert has(config_in(tmp_path / "text"), {**bases, "torch_dtype": "float32"})
 
 
 def test_every_command_that_writes_hugging_face_files_has_the_option(tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_every_command_that_writes_hugging_face_files_has_the_option(tmp_path: P
     form = ("--config", "transformers4")
     calls = {
         "converted": ("convert", "sample:llama", "OUT", "--to", "hf"),
-        "swapped": ("swap", "sample:llama", "OUT", "--as", "hf", "--kv", "6", "--no-measure"),
+        "swapped": ("swap", "sample:llama", "OUT", "--as", "hf", "--attention", "mha", "--no-measure"),
         "trained": ("train", "sample:llama", "OUT", "--data", str(text), *short),
         "healed": (
             *("heal", "sample:llama", "OUT", "--teacher", "sample:llama", "--data", str(text), "--alone"),
@@ -175,18 +177,8 @@ def test_every_command_that_writes_hugging_face_files_has_the_option(tmp_path: P
 
 
 def test_a_recipe_remembers_the_form(tmp_path: Path) -> None:
-    call(
-        "swap",
-        "sample:llama",
-        str(tmp_path / "a"),
-        "--as",
-        "hf",
-        "--kv",
-        "6",
-        "--config",
-        "transformers4",
-        "--no-measure",
-    )
+    form = ("--as", "hf", "--config", "transformers4")
+    call("swap", "sample:llama", str(tmp_path / "a"), "--attention", "mha", *form, "--no-measure")
     call("swap", "sample:llama", str(tmp_path / "b"), "--recipe", str(tmp_path / "a"), "--no-measure")
     assert config_in(tmp_path / "a") == config_in(tmp_path / "b")
     assert config_in(tmp_path / "b")["torch_dtype"] == "bfloat16"
