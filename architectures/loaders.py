@@ -15,7 +15,7 @@ from .rope import PART
 
 
 @dataclass(frozen=True)
-class View:
+class LoaderView:
     """What the rules look at."""
 
     config: Mapping[str, Any]
@@ -54,18 +54,18 @@ class LoaderRule:
     program: str
     families: tuple[str, ...]
     """The families; empty for all."""
-    applies: Callable[[View], bool]
+    applies: Callable[[LoaderView], bool]
     effect: Literal["refuses", "misreads"]
     words: str
     source: str
 
 
-def _other_base(view: View) -> bool:
+def _other_base(view: LoaderView) -> bool:
     """Return whether layers with and without a window have RoPE with different bases."""
     return len({position.base for position in view.fields("position") if hasattr(position, "base")}) > 1
 
 
-def windowed(view: View) -> bool:
+def windowed(view: LoaderView) -> bool:
     """Return whether a layer has an attention window that is shorter than the model's context."""
     windows = view.fields("window") - {None}
     length = view.spec.context_length if view.spec is not None else None

@@ -30,7 +30,7 @@ Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Change:
+class FileChange:
     """A change that makes a file readable for more programs, and loses nothing."""
 
     name: str
@@ -209,49 +209,49 @@ def _inferred(rope_type: Any, rope: Fields, config: Fields, kind: RotaryKind) ->
 
 
 CONFIG_CHANGES = (
-    Change(
+    FileChange(
         "torch-dtype",
         _torch_dtype,
         "transformers before 4.56 ignores dtype, and loads the weights as float32",
         "transformers 4.55, configuration_utils.py, PretrainedConfig.__init__",
         "ignores",
     ),
-    Change(
+    FileChange(
         "infinity",
         _plain_numbers,
         'an infinite number is stored as {"__float__": "Infinity"}, which transformers 4 does not read as a number',
         "transformers 5.23, configuration_utils.py, _encode_special_floats",
         "refuses",
     ),
-    Change(
+    FileChange(
         "rope",
         _rope,
         "programs that do not read rope_parameters use the default base, and no scaling",
         "transformers 4.57.6, modeling_rope_utils.py; mlx-lm 0.32.2, models/llama.py",
         "misreads",
     ),
-    Change(
+    FileChange(
         "parts",
         _without_bookkeeping,
         "transformers 4 refuses unknown fields of attn_config and ffn_config",
         "transformers 4.57.6, models/dbrx/configuration_dbrx.py, DbrxAttentionConfig",
         "refuses",
     ),
-    Change(
+    FileChange(
         "layer-types",
         _names_in_lists,
         "transformers 4 refuses the names that version 5 has for types of layers",
         "transformers 4.57.6, models/granitemoehybrid/configuration_granitemoehybrid.py",
         "refuses",
     ),
-    Change(
+    FileChange(
         "names",
         _other_names,
         "transformers 4 does not know the names that some fields have in version 5",
         "transformers 4.57.6, models/qwen3_moe/configuration_qwen3_moe.py",
         "misreads",
     ),
-    Change(
+    FileChange(
         "defaults",
         _own_names,
         "programs refuse configs without fields that transformers 5 does not write, or use other defaults",
@@ -286,21 +286,21 @@ def _template(settings: Fields, files: Mapping[str, Any]) -> Fields:
 
 
 TOKENIZER_CHANGES = (
-    Change(
+    FileChange(
         "tokenizer-class",
         _class,
         "transformers 4 has no class of this name, and does not load the tokenizer",
         "transformers 4.57.6, models/auto/tokenization_auto.py, AutoTokenizer.from_pretrained",
         "refuses",
     ),
-    Change(
+    FileChange(
         "extra-tokens",
         _extra_tokens,
         "transformers 4 fails with: 'list' object has no attribute 'keys'",
         "transformers 4.57.6, tokenization_utils_base.py, _set_model_specific_special_tokens",
         "refuses",
     ),
-    Change(
+    FileChange(
         "chat-template",
         _template,
         f"transformers before 4.48 does not read {TEMPLATE}",
@@ -313,13 +313,13 @@ TOKENIZER_CHANGES = (
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def changed(settings: Fields, changes: Sequence[Change], about: Any) -> tuple[dict[str, Any], list[Change]]:
+def changed(settings: Fields, changes: Sequence[FileChange], about: Any) -> tuple[dict[str, Any], list[FileChange]]:
     """Return an object after all changes, and the changes that had an effect.
 
     Args:
-        settings: the object; see `Change.fields`.
+        settings: the object; see `FileChange.fields`.
         changes: `CONFIG_CHANGES` or `TOKENIZER_CHANGES`.
-        about: the second argument of `Change.fields`.
+        about: the second argument of `FileChange.fields`.
     """
     result, effective = dict(settings), []
     for change in changes:
@@ -334,7 +334,7 @@ def changed(settings: Fields, changes: Sequence[Change], about: Any) -> tuple[di
     return result, effective
 
 
-def compatible_config(config: Fields, family: Architecture | None) -> tuple[dict[str, Any], list[Change]]:
+def compatible_config(config: Fields, family: Architecture | None) -> tuple[dict[str, Any], list[FileChange]]:
     """Return a config.json with the fields of transformers 4 too, and the changes that were needed.
 
     Raises CannotExpress if the family's fields of transformers 4 cannot describe the model. `family` is None if gptkit

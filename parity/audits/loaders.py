@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...architectures.loaders import RULES, View, windowed
+from ...architectures.loaders import RULES, LoaderView, windowed
 from ...architectures.rope import PART, RotaryKind
 from ...components import ModelSpec
 from ...converter.companions import companions_in
@@ -27,7 +27,7 @@ _EFFECTS: Mapping[str, tuple[str, Severity]] = {
 """What a program does -> the rule of the finding, and its severity."""
 
 
-def view_of(subject: Subject) -> View:
+def view_of(subject: Subject) -> LoaderView:
     """Return what the rules look at. Raises InvalidInput if there is no config.json."""
     config, family, spec = subject.files.config, subject.family, subject.spec
     if config is None:
@@ -36,7 +36,7 @@ def view_of(subject: Subject) -> View:
             f"Copy the model's {CONFIG} into the folder.",
         )
     part = config.get(family.part if family is not None and family.part else "text_config")
-    return View(part if isinstance(part, dict) else config, spec if isinstance(spec, ModelSpec) else None, family)
+    return LoaderView(part if isinstance(part, dict) else config, spec if isinstance(spec, ModelSpec) else None, family)
 
 
 def check_settings(subject: Subject) -> Iterator[Finding]:
@@ -58,7 +58,7 @@ def check_settings(subject: Subject) -> Iterator[Finding]:
         yield from _for_mlx(view)
 
 
-def _changes(subject: Subject, view: View) -> Iterator[Finding]:
+def _changes(subject: Subject, view: LoaderView) -> Iterator[Finding]:
     """Report the changes that transformers 4 needs; `--fix` makes them."""
     config = dict(subject.files.config or {})
     try:
@@ -83,7 +83,7 @@ _REPAIR = "gptkit audit NEW --for transformers4 --fix OUT adds the fields, and l
 
 
 def tokenizer_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a folder's tokenizer_config.json, or an empty object, and the second argument of `Change.fields`."""
+    """Return a folder's tokenizer_config.json, or an empty object, and the second argument of `FileChange.fields`."""
     import json
 
     files = {companion.name: companion for companion in companions_in(folder)}
@@ -97,7 +97,7 @@ def tokenizer_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return (settings if isinstance(settings, dict) else {}), beside
 
 
-def _usual_rope(view: View) -> bool:
+def _usual_rope(view: LoaderView) -> bool:
     """Return whether RoPE has the default values of the family's config class in transformers 4."""
     if view.family is None:
         return False
@@ -127,7 +127,7 @@ def installed(package: str) -> Path:
     return Path(folder)
 
 
-def _for_sglang(view: View) -> Iterator[Finding]:
+def _for_sglang(view: LoaderView) -> Iterator[Finding]:
     """Report if SGLang has no class for the model. Its classes are in srt/models, in the variable EntryClass."""
     named = view.config.get("architectures")
     name = next((x for x in named if isinstance(x, str)), None) if isinstance(named, list) else None
@@ -144,7 +144,7 @@ def _for_sglang(view: View) -> Iterator[Finding]:
         yield Finding("loader-architecture", "note", message, (), "Use --for transformers to check that class.")
 
 
-def _for_mlx(view: View) -> Iterator[Finding]:
+def _for_mlx(view: LoaderView) -> Iterator[Finding]:
     """Report what mlx-lm's class for the model would refuse or ignore, from the fields of its record ModelArgs."""
     folder, kind = installed("mlx-lm"), view.config.get("model_type")
     tree = ast.parse((folder / "utils.py").read_text("utf-8"))
@@ -175,7 +175,7 @@ def _for_mlx(view: View) -> Iterator[Finding]:
         yield Finding("loader-misreads", "warning", words)
 
 
-def _ignored_rope(view: View, source: str, fields: Mapping[str, bool]) -> str:
+def _ignored_rope(view: LoaderView, source: str, fields: Mapping[str, bool]) -> str:
     """Return a config field of RoPE that a model of mlx-lm reads and config.json lacks, if its default is wrong.
 
     `source` is the code of the model, and `fields` are those of its record. Return "" if there is no such field.
