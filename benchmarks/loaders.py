@@ -357,8 +357,8 @@ REST = """
 
 ## What the option cannot change
 
-Some programs compute other functions than transformers 5, whatever the files say. `gptkit audit --for PROGRAM` reports
-it.
+Some programs compute other functions than transformers 5, whatever the files say. `gptkit audit MODEL --for PROGRAM`
+reports it.
 
 | families | what happens | source |
 |---|---|---|
@@ -372,7 +372,7 @@ Every model is small and has random weights. transformers {pin} writes it with i
 two texts of 120 tokens. The columns are folders:
 
 - **5**: as transformers {pin} writes it.
-- **option**: the same folder after `gptkit convert --to hf --config transformers4`.
+- **option**: the same folder after `gptkit convert MODEL OUT --to hf --config transformers4`.
 - **GGUF**: the model after conversion to GGUF, and back with the option. Empty: gptkit does not write it as GGUF.
 
 The cells compare with the logits of transformers {pin}:
@@ -414,7 +414,7 @@ def table(cells: Mapping[str, list[str]], predicted: tuple[int, int], own: bool)
             f"With the option, {counts[1]} of {len(there)} models give the logits of transformers 5, and without it,"
             f" {counts[0]}.",
             *([f"With it, {tokens[1]} of them give the same tokens too, and without it, {tokens[0]}."] if own else []),
-            f"`gptkit audit --for` says in advance whether the logits are right, and is right for {said}.",
+            f"`audit --for` says in advance whether the logits are right, and is right for {said}.",
             "",
             *lines,
             *(["", "Why folders with the option are refused:", "", *reasons] if reasons else []),

@@ -110,7 +110,7 @@ def _is_usual(rope: Mapping[str, Any], kind: RotaryKind) -> bool:
         return all(rope.get(name) == value for name, value in kind.usual.items())
     default = kind.base if kind.former_base is None else kind.former_base
     plain = rope.get("rope_type", rope.get("type", "default")) == "default"
-    return plain and rope.get("rope_theta", kind.base) == default and rope.get(PART, kind.whole) == kind.whole
+    return bool(plain and rope.get("rope_theta", kind.base) == default and rope.get(PART, kind.whole) == kind.whole)
 
 
 def installed(package: str) -> Path:
@@ -148,7 +148,7 @@ def _for_mlx(view: LoaderView) -> Iterator[Finding]:
     """Report what mlx-lm's class for the model would refuse or ignore, from the fields of its record ModelArgs."""
     folder, kind = installed("mlx-lm"), view.config.get("model_type")
     tree = ast.parse((folder / "utils.py").read_text("utf-8"))
-    names = next(
+    names: Mapping[Any, Any] = next(
         (ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)
          and [getattr(target, "id", "") for target in node.targets] == ["MODEL_REMAPPING"]), {},
     )  # fmt: skip
