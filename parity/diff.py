@@ -74,7 +74,12 @@ def diff(
             _by_names(open_tensors(path, **opening) if isinstance(side, Checkpoint) else side) for path, side in pairs
         ]
     first, second = sides
-    compared = _Comparison(first, second, rank, progress, workers or available_cores(), place).run()
+    run = _Comparison(first, second, rank, progress, workers or available_cores(), place).run
+    if place is not None:
+        from ..modules.devices import in_float32
+
+        run = in_float32()(run)
+    compared = run()
     tensors = tuple(sorted(compared, key=_order(_parameters(first), _parameters(second))))
     trees = [side.spec for side in (first, second) if isinstance(side, Checkpoint)]
     tree = changed_tree(*trees) if len(trees) == 2 else []
