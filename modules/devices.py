@@ -4,8 +4,8 @@ Every command and function that computes resolves its device here. A name is "cp
 one), "cuda:1", "mps" (the GPU of a Mac), or "auto": a GPU of the kind "cuda" if PyTorch can use one, and otherwise the
 CPU. "auto" never chooses "mps", because "mps" has no float64 and gptkit is not tested on it.
 
-A computation runs on the device of its inputs. Functions that compare (`verify`, `swap`, `eval`, `diff`, `audit`) switch
-TF32 off while they run (`in_float32`), because TF32 rounds the factors of float32 products to 10 bits. `load`,
+A computation runs on the device of its inputs. Functions that compare (`verify`, `swap`, `eval`, `diff`, `audit`)
+switch TF32 off while they run (`in_float32`), because TF32 rounds the factors of float32 products to 10 bits. `load`,
 `generate` and `train` do not change PyTorch's settings of TF32.
 """
 
