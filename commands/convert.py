@@ -6,8 +6,10 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from ..converter.targets import targets
-from ..errors import GptkitError, UsageError
+from ..errors import GptkitError, UsageError, shown
 from ..terminal import answer, console, progress_bar, say
 from . import base
 from .base import FORCE, JSON, MODEL, QUIET, ForWeights, argument, command, device_option, flag, option
@@ -232,9 +234,41 @@ def _after_changes(folder: Path) -> str:
     return f"{why} If that was intended, write a copy with its own manifest: {copy}"
 
 
-@command("gptkit check gpt2-local", "gptkit check ./any-checkpoint")
+def _check_card(card: Path, folder: Path, quiet: bool) -> None:
+    """Check that a folder has the files of a verification card, and print what the card says about them.
+
+    Exit with code 3 if the verification failed.
+    """
+    from ..converter.card_check import check_card
+
+    reference, found = check_card(card, folder)
+    words = {
+        "identical": "the same logits as transformers, to the last bit",
+        "equal": "the same logits as transformers, within rounding",
+        "different": "other logits than transformers",
+    }
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    lines = [
+        f"{folder}: every file is the one that {card} describes ({shown(reference, 100)})",
+        f"verified    {words[found.verdict.function]}, in {shown(found.dtype, 40)}",
+        f"versions    {shown(versions, 200)}",
+        f"repeat it   {shown(found.command, 400)}",
+    ]
+    say(lines, quiet)
+    if not found.verdict.passed:
+        raise typer.Exit(3)
+
+
+@command("gptkit check gpt2-local", "gptkit check ./any-checkpoint", "gptkit check card.json ./downloaded")
 def check(
-    folder: Path = argument("FOLDER", "The folder of the checkpoint to check, such as ./gpt2-local."),
+    folder: Path = argument(
+        "FOLDER", "The folder of the checkpoint to check, such as ./gpt2-local. Before another FOLDER: a card."
+    ),
+    described: Path | None = argument(
+        "FOLDER",
+        "After a card, which is the JSON file that gptkit verify --card wrote: the folder to compare with it.",
+        default=None,
+    ),
     quiet: bool = QUIET,
     *,
     opening: ForWeights,
@@ -242,7 +276,8 @@ def check(
     """Check that the files of a checkpoint are complete and undamaged.
 
     It compares the hashes of the files with manifest.json. If the folder has no manifest.json, it compares the headers
-    of the files with the index and the config. Use check after copying or downloading; audit to find errors of an
+    of the files with the index and the config. With a verification card, it checks that the folder has the files that
+    were verified. Use check after copying or downloading; audit to find errors of an
     export; verify to prove that logits are right.
     """
     from ..converter.checkpoint import Checkpoint, open_files
@@ -250,6 +285,9 @@ def check(
     from ..errors import CheckpointError, InvalidInput
     from ..report.quantities import counted
 
+    if described is not None:
+        _check_card(folder, described, quiet)
+        return
     if folder.is_file():
         raise InvalidInput(f"{folder} is a file, but gptkit check takes a folder", "Use gptkit load to check one file.")
     if not folder.is_dir():

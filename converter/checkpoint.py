@@ -16,10 +16,11 @@ from ..components.ranges import some_of
 from ..errors import CheckpointError, InvalidInput, UnknownFamily
 from ..signatures import takes
 from .dtypes import FLOATS, HF_NAMES, INTEGERS, widest
+from .files import sha256_file
 from .formats import Opened
 from .index import WeightFiles, weight_files
 from .matching import Match, match
-from .names import INDEX
+from .names import CONFIG, INDEX, LOCAL_CONFIG
 from .opening import Opening
 from .pickles import pickle_weights, renamed
 from .quantised import METHODS, dequantised
@@ -481,3 +482,10 @@ def stated_dtype(config: Mapping[str, Any] | None) -> str | None:
     """Return the dtype in a config.json by its name in safetensors, or None if gptkit does not support it."""
     stated = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
     return next((dtype for dtype, name in HF_NAMES.items() if stated in (name, f"torch.{name}")), None)
+
+
+def digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the sha256 of the weight files and of the config that a checkpoint was read from, by file name."""
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    configs = [folder / name for name in (LOCAL_CONFIG, CONFIG) if (folder / name).is_file()][:1]
+    return {path.name: sha256_file(path) for path in (*checkpoint.files, *configs)}

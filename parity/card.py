@@ -13,8 +13,7 @@ from typing import Any, Unpack
 
 import torch
 
-from ..converter.checkpoint import open_checkpoint
-from ..converter.files import sha256_file
+from ..converter.checkpoint import digests, open_checkpoint
 from ..converter.opening import Opening
 from ..errors import UsageError
 from ..version import __version__
@@ -44,7 +43,7 @@ def card(result: Verification, *, allow_extra: bool = False, **opening: Unpack[O
                 "family": checkpoint.origin.family,
                 "format": checkpoint.format,
                 "parameters": sum(parameter.count for parameter in checkpoint.spec.parameters()),
-                "sha256": {path.name: sha256_file(path) for path in checkpoint.files},
+                "sha256": digests(checkpoint),
                 "history": list(checkpoint.origin.history),
             }
             for role, checkpoint in sides.items()

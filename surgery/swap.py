@@ -14,12 +14,11 @@ import numpy as np
 from ..analysis.parameters import SMALL, count
 from ..architectures import Architecture
 from ..components import ModelSpec
-from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.checkpoint import Checkpoint, digests, open_checkpoint
 from ..converter.companions import companions_in
 from ..converter.convert import companions, plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
-from ..converter.files import sha256_file
-from ..converter.names import CONFIG, LOCAL_CONFIG
+from ..converter.names import CONFIG
 from ..converter.opening import Opening
 from ..converter.publish import Staging
 from ..converter.targets import FOLDERS, Target, target, with_config
@@ -227,7 +226,7 @@ def swap(
         plan = _plan(source, done, records, form, request.stored)
         figures = _Measurements()
         if not dry_run:
-            recorded = replace(recorded, sources=_digests(source))
+            recorded = replace(recorded, sources=digests(source))
             with Staging(Path(out), force) as staging:
                 files = execute(plan, _tensors(done.models[-1]), staging, progress)
                 if measured:
@@ -348,13 +347,6 @@ def _measure(
         each_step = len(steps) > 1 and max(count(model.spec).total for model in done.models) <= SMALL
     alone = steps_alone(done, text, device) if each_step else ()
     return _Measurements(whole, plain_form(source, done, text, device), alone)
-
-
-def _digests(source: Checkpoint) -> dict[str, str]:
-    """Return the sha256 of the files that a checkpoint was read from, by file name."""
-    folder = source.path if source.path.is_dir() else source.path.parent
-    configs = [folder / name for name in (LOCAL_CONFIG, CONFIG) if (folder / name).is_file()][:1]
-    return {path.name: sha256_file(path) for path in (*source.files, *configs)}
 
 
 def _manifest(
