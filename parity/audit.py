@@ -20,7 +20,7 @@ from ..converter.opening import Opening
 from ..converter.resolve import Reference
 from ..converter.rewrite import rewrite
 from ..converter.scan import scan
-from ..errors import CannotExpress, ConfigError, InvalidInput, UsageError, shown
+from ..errors import CannotExpress, ConfigError, InvalidInput, UnknownFamily, UsageError, shown
 from ..signatures import takes
 from .audits.companions import compare_companions
 from .audits.config import check_config
@@ -135,7 +135,7 @@ def _readable(config: Mapping[str, Any]) -> tuple[Architecture | None, bool]:
     """
     try:
         family = architecture_of(config)
-    except ConfigError:
+    except (ConfigError, UnknownFamily):
         return None, True
     try:
         compatible_config(config, family)

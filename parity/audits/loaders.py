@@ -73,10 +73,13 @@ def _changes(subject: Subject, view: LoaderView) -> Iterator[Finding]:
     changes = [(CONFIG, change) for change in effective]
     changes += [(TOKENIZER_CONFIG, change) for change in changed(settings, TOKENIZER_CHANGES, beside)[1]]
     for file, change in changes:
-        name, severity = _EFFECTS[change.effect]
+        (name, severity), why = _EFFECTS[change.effect], change.why
         if change.name == "rope" and _usual_rope(view):
-            name, severity = _EFFECTS["ignores"]
-        yield Finding(name, severity, f"{file}: {change.why} ({change.source})", (), _REPAIR)
+            (name, severity), why = (
+                _EFFECTS["ignores"],
+                "RoPE has the default values of transformers 4, which ignores them",
+            )
+        yield Finding(name, severity, f"{file}: {why} ({change.source})", (), _REPAIR)
 
 
 _REPAIR = "gptkit audit NEW --for transformers4 --fix OUT adds the fields, and loses nothing."

@@ -80,6 +80,16 @@ def test_what_transformers_4_would_do_is_told_and_repaired(saved: Path, tmp_path
     assert (tmp_path / "plain" / "config.json").read_bytes() == (saved / "config.json").read_bytes()
 
 
+def test_a_family_that_is_not_known_is_repaired_too(saved: Path, tmp_path: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, "model_type": "novel"}))
+    assert any(rule == "loader-misreads" for rule, _ in told(audit(saved, loader="transformers4")))
+    fix(saved, tmp_path / "fixed", loader="transformers4")
+    written = json.loads((tmp_path / "fixed" / "config.json").read_text())
+    assert (written["rope_theta"], written["rope_scaling"]["factor"], written["torch_dtype"]) == (5e5, 8.0, "float32")
+    assert told(audit(tmp_path / "fixed", loader="transformers4")) == []
+
+
 MISREAD: dict[str, tuple[str, Mapping[str, Any], str, str]] = {
     "a base": ("transformers4", CONFIGS["cohere"], "loader-misreads", "use the default base"),
     "two bases": ("transformers4", CONFIGS["modernbert-decoder"], "loader-misreads", "one RoPE base for all layers"),
