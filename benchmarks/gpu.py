@@ -13,9 +13,14 @@ fails where the difference is more than `LIMIT` times that, and more than the ro
 
 A share is of what the device did in this run: a copy of 4 GB, or a bfloat16 product of two matrices of 8192 x 8192.
 
+Decoding has three rows per model: both with a cache that grows, gptkit with its CUDA graph against that cache of
+transformers, and against transformers' static cache with torch.compile(mode="reduce-overhead"). gptkit records its
+graph again in every call, and this time is part of all its figures. The columns "first" have the seconds that the first
+call took longer than later ones: gptkit's recording, transformers' compilation (its first two calls).
+
 Each section prints its rows as they are measured. A section that fails prints the end of its traceback, and the next
 one goes on. The exit status is 1 if parity failed or a section failed. `--small` shrinks everything so that a CPU needs
-less than a minute. It leaves out the compiled sections unless `--only` names them.
+less than a minute. It leaves out the compiled sections unless `--only` names them, and does not compile the decoding.
 """
 
 from __future__ import annotations
@@ -59,6 +64,7 @@ from gptkit.components import ModelSpec  # noqa: E402
 from gptkit.modules import Cache, Decoder  # noqa: E402
 from gptkit.modules.generate import generate  # noqa: E402
 from gptkit.modules.load import load_random  # noqa: E402
+from gptkit.modules.steps import _RECORDABLE, Caching  # noqa: E402
 from gptkit.training.data import Windows  # noqa: E402
 from gptkit.training.distillation import distilled  # noqa: E402
 from gptkit.training.loop import Abandoned, Loss, Settings, _Engine, adamw, fit, next_token  # noqa: E402
@@ -68,7 +74,7 @@ from gptkit.training.state import Store  # noqa: E402
 
 LIMIT = 2.0
 """The largest ratio of gptkit's difference from transformers to transformers' difference from itself."""
-PROFILED = 8  # tokens that are written while kernels are counted
+PROFILED = 16  # tokens that are written while kernels are counted
 
 _WIDE = {"vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
 _LLAMA = {**_WIDE, "intermediate_size": 512, "max_position_embeddings": 1024}
@@ -150,11 +156,21 @@ class Bench:
         if self.out is not None:
             self.out.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
 
-    def row(self, section: str, name: str, ours: float, theirs: float, unit: str, share: float | None = None) -> None:
-        """Print and keep two speeds, of which more is better."""
-        shown = "" if share is None else f"{share:>7.1%}"
-        print(f"{name:<42}{_short(ours):>9}{_short(theirs):>9} {unit:<5}{ours / theirs:>6.2f}{shown}", flush=True)
-        about = {"section": section, "name": name, "gptkit": ours, "peer": theirs, "unit": unit}
+    def row(
+        self,
+        section: str,
+        name: str,
+        ours: float,
+        theirs: float,
+        share: float | None = None,
+        first: tuple[float, float] | None = None,
+    ) -> None:
+        """Print and keep two speeds in tokens per second, the share of the peak, and the seconds of the first calls."""
+        shown = f"{'':>7}" if share is None else f"{share:>7.1%}"
+        calls = "" if first is None else f"{first[0]:>7.2f}{first[1]:>7.2f}"
+        print(f"{name:<31}{_short(ours):>9}{_short(theirs):>9}{ours / theirs:>8.2f}{shown}{calls}".rstrip(), flush=True)
+        about: dict[str, Any] = {"section": section, "name": name, "gptkit": ours, "peer": theirs, "unit": "tok/s"}
+        about |= {} if first is None else {"first_call_seconds": {"gptkit": first[0], "peer": first[1]}}
         peer_share = None if share is None else share * theirs / ours  # for the work of both is the same
         self.result["rows"].append({**about, "ratio": ours / theirs, "share": share, "peer_share": peer_share})
         self.keep()
@@ -301,8 +317,13 @@ def pair(bench: Bench, name: str) -> tuple[Decoder, Any]:
     return model, reference
 
 
-def _continue(model: Decoder, reference: Any, ids: Tensor, count: int, **how: Any) -> list[Any]:
-    """Return the functions that generate `count` tokens with gptkit and with the peer."""
+def _continue(
+    model: Decoder, reference: Any, ids: Tensor, count: int, cache: Caching = "auto", **how: Any
+) -> list[Callable[[], list[int]]]:
+    """Return the functions that generate `count` tokens with gptkit and with the peer.
+
+    `cache` is gptkit's, and `how` are options of the peer.
+    """
     mask = torch.ones_like(ids)
 
     def theirs() -> list[int]:
@@ -310,7 +331,10 @@ def _continue(model: Decoder, reference: Any, ids: Tensor, count: int, **how: An
         tokens: list[int] = written[0, ids.shape[1] :].tolist()
         return tokens
 
-    return [lambda: list(generate(model, ids, count)), theirs]
+    def refuse(line: str) -> None:
+        raise AssertionError(line)  # such as: the step could not be recorded
+
+    return [lambda: list(generate(model, ids, count, cache=cache, tell=refuse)), theirs]
 
 
 def _decoded_bytes(spec: ModelSpec, tokens: int) -> float:
@@ -324,27 +348,71 @@ def _decoded_bytes(spec: ModelSpec, tokens: int) -> float:
     return 2 * read + cache_bytes(spec, tokens).nbytes
 
 
+def _drawn(bench: Bench, model: Decoder) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(model.spec.vocab_size, (1, bench.size.prefilled), generator=generator)
+    return ids.to(bench.device)
+
+
 def decoding(bench: Bench, name: str) -> None:
-    """Decode and prefill with transformers' DynamicCache as the peer."""
+    """Decode one text, with caches that grow, with gptkit's graph, and with transformers' compiled step."""
+    size, on_gpu = bench.size, bench.device.type == "cuda"
+    model, reference = pair(bench, name)
+    prompt = _drawn(bench, model)[:, : size.prompt]
+    how: dict[str, Any] = {"cache_implementation": "static"}
+    if on_gpu:
+        how["compile_config"] = transformers.CompileConfig(mode="reduce-overhead")
+    dynamic, peer = _continue(model, reference, prompt, size.decoded, "dynamic")
+    graphs, compiled = _continue(model, reference, prompt, size.decoded, "auto" if on_gpu else "static", **how)
+    ours, theirs = ("graphs", "compiled") if on_gpu else ("static", "static")
+    texts = {"dynamic": dynamic(), "peer": peer()}
+    first = _seconds(bench, graphs, 1), _seconds(bench, compiled, 2)
+    texts["graphs"] = graphs()
+    if on_gpu and not _RECORDABLE.get(model):
+        raise AssertionError("gptkit recorded no graph")
+    bench.result["same_tokens"][name] = {
+        " and ".join(both): sum(a == b for a, b in zip(*map(texts.get, both), strict=True)) / size.decoded
+        for both in (("dynamic", "peer"), ("graphs", "peer"), ("graphs", "dynamic"))
+    }
+    took = seconds_of(bench, dynamic, peer, graphs, compiled, rounds=size.rounds, warm=1)
+    longer = (max(first[0] - took[2], 0), max(first[1] - 2 * took[3], 0))
+    least = _decoded_bytes(model.spec, size.prompt + size.decoded // 2) * size.decoded / bench.copied  # seconds
+    pace = [size.decoded / seconds for seconds in took]
+    rows: list[Any] = [("dynamic, dynamic", 0, 1), (f"{ours}, dynamic", 2, 1), (f"{ours}, {theirs}", 2, 3)]
+    for label, mine, other in rows:
+        calls = longer if other == 3 else None
+        bench.row("decode", f"{name} decode: {label}", pace[mine], pace[other], least / took[mine], calls)
+    if on_gpu:
+        _launched(bench, name, _continue(model, reference, prompt, PROFILED, "dynamic"))
+        kernels, busy = (
+            figure / PROFILED for figure in profiled(bench, lambda: list(generate(model, prompt, PROFILED)))
+        )
+        bench.result["launched"][name] |= {"recorded": [kernels, busy]}
+        print(f"    with the graph, and the prompt's share: {kernels:.0f}, {busy * 1e3:.2f} ms", flush=True)
+        bench.keep()
+
+
+def _seconds(bench: Bench, work: Callable[[], Any], times: int) -> float:
+    """Return the seconds of the first calls."""
+    bench.wait()
+    start = time.perf_counter()
+    for _ in range(times):
+        work()
+    bench.wait()
+    return time.perf_counter() - start
+
+
+def prefilling(bench: Bench, name: str) -> None:
+    """Read a prompt, and compute a batch, with transformers as the peer."""
     size = bench.size
     model, reference = pair(bench, name)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(model.spec.vocab_size, (1, size.prefilled), generator=generator).to(bench.device)
-    work = _continue(model, reference, ids[:, : size.prompt], size.decoded)
-    texts = [write() for write in work]
-    same = sum(a == b for a, b in zip(*texts, strict=True)) / size.decoded
-    bench.result["same_tokens"][name] = same
-    took = seconds_of(bench, *work, rounds=size.rounds, warm=1)
-    share = _decoded_bytes(model.spec, size.prompt + size.decoded // 2) * size.decoded / took[0] / bench.copied
-    pace = [size.decoded / seconds for seconds in took]
-    bench.row("decode", f"{name} decode, 1 x {size.decoded}, DynamicCache", *pace, "tok/s", share)
-
+    ids = _drawn(bench, model)
     took = seconds_of(bench, *_continue(model, reference, ids, 1), rounds=2 * size.rounds)
     flops = forward_flops(model.spec, size.prefilled)
     needed = flops.causal - flops.products["head"] + flops.head_of_last
     pace = [size.prefilled / seconds for seconds in took]
     share = needed / took[0] / bench.multiplied
-    bench.row("prefill", f"{name} prefill, 1 x {size.prefilled}", *pace, "tok/s", share)
+    bench.row("prefill", f"{name} prefill, 1 x {size.prefilled}", *pace, share)
 
     batch = ids.repeat(size.batch, 1)
     _whole_size(bench, name, model, reference, ids)
@@ -353,9 +421,7 @@ def decoding(bench: Bench, name: str) -> None:
         took = seconds_of(bench, *both, rounds=size.rounds)
     pace = [batch.numel() / seconds for seconds in took]
     share = forward_flops(model.spec, size.prefilled, size.batch).causal / took[0] / bench.multiplied
-    bench.row("forward", f"{name} forward, {size.batch} x {size.prefilled}", *pace, "tok/s", share)
-    if bench.device.type == "cuda":
-        _launched(bench, name, _continue(model, reference, ids[:, : size.prompt], PROFILED))
+    bench.row("forward", f"{name} forward, {size.batch} x {size.prefilled}", *pace, share)
 
 
 @torch.inference_mode()
@@ -395,26 +461,6 @@ def _tell_launched(bench: Bench, name: str, what: str, figures: list[Any]) -> No
     shown = f"{ours:.0f}, {busy * 1e3:.2f} ms; {theirs:.0f}, {peer_busy * 1e3:.2f} ms"
     print(f"    kernels of a {what}, and the device's time for them: {shown}", flush=True)
     bench.keep()
-
-
-def static(bench: Bench, name: str) -> None:
-    """Decode with transformers' StaticCache and torch.compile(mode="reduce-overhead") as the peer."""
-    size = bench.size
-    how: dict[str, Any] = {"cache_implementation": "static"}
-    if bench.device.type == "cuda":
-        how["compile_config"] = transformers.CompileConfig(mode="reduce-overhead")
-    model, reference = pair(bench, name)
-    ids = torch.randint(model.spec.vocab_size, (1, size.prompt), device=bench.device)
-    ours, theirs = _continue(model, reference, ids, size.decoded, **how)
-    start = time.perf_counter()
-    theirs()
-    theirs()
-    bench.result["compile_seconds"][name] = time.perf_counter() - start
-    took = seconds_of(bench, ours, theirs, rounds=size.rounds, warm=1)
-    moved = _decoded_bytes(model.spec, size.prompt + size.decoded // 2) * size.decoded / bench.copied
-    pace = [size.decoded / seconds for seconds in took]
-    label = "StaticCache, compiled" if how.get("compile_config") else "StaticCache"
-    bench.row("decode", f"{name} decode, {label}", *pace, "tok/s", moved / took[0])
 
 
 # --- training and healing --------------------------------------------------------------------------------------------
@@ -590,7 +636,7 @@ def training(bench: Bench, heals: bool, compiled: bool) -> None:
     flops = cost.causal + (cost.forward.causal if heals else 0)
     share = flops / (windows * size.context) * pace[0] / bench.multiplied
     name = f"{'heal' if heals else 'train'} gpt2, {windows} x {size.context}{', compiled' if compiled else ''}"
-    bench.row("heal" if heals else "train", name, *pace, "tok/s", share)
+    bench.row("heal" if heals else "train", name, *pace, share)
     row = bench.result["rows"][-1]
     row["first_block_seconds"] = {"gptkit": turns.ours[0], "peer": turns.theirs[0]}
     if turns.peaks[0]:
@@ -608,17 +654,15 @@ def training(bench: Bench, heals: bool, compiled: bool) -> None:
 
 # --- the run ---------------------------------------------------------------------------------------------------------
 
-COMPILED = ("gpt2-static", "llama-static", "train-compiled", "heal-compiled")
-SECTIONS: dict[str, tuple[float, Callable[[Bench], None]]] = {
+COMPILED = ("train-compiled", "heal-compiled")
+SECTIONS: dict[str, tuple[float, Callable[[Bench], object]]] = {
     "ceilings": (30, ceilings),
     "parity": (120, parity),
-    "gpt2": (70, lambda bench: decoding(bench, "gpt2")),
-    "llama": (90, lambda bench: decoding(bench, "llama")),
+    "decode": (180, lambda bench: [decoding(bench, name) for name in ("gpt2", "llama")]),
+    "prefill": (60, lambda bench: [prefilling(bench, name) for name in ("gpt2", "llama")]),
     "train": (60, lambda bench: training(bench, heals=False, compiled=False)),
     "heal": (60, lambda bench: training(bench, heals=True, compiled=False)),
-    "gpt2-static": (100, lambda bench: static(bench, "gpt2")),
     "train-compiled": (150, lambda bench: training(bench, heals=False, compiled=True)),
-    "llama-static": (100, lambda bench: static(bench, "llama")),
     "heal-compiled": (150, lambda bench: training(bench, heals=True, compiled=True)),
 }
 """Seconds at most, and the work, most important first."""
@@ -690,12 +734,14 @@ def main() -> None:
     bench.result |= {
         "device": card, "cuda": torch.version.cuda, "torch": torch.__version__, "python": platform.python_version(),
         "transformers": transformers.__version__, "gptkit": gptkit.__version__, "date": time.strftime("%Y-%m-%d"),
-        "small": given.small, "limit": LIMIT, "parity": [], "rows": [], "same_tokens": {}, "compile_seconds": {},
+        "small": given.small, "limit": LIMIT, "parity": [], "rows": [], "same_tokens": {},
         "launched": {}, "whole_size": {},
         "errors": {}, "left_out": [], "seconds": {},
     }  # fmt: skip
     print(f"{card}, torch {torch.__version__}, transformers {transformers.__version__}", flush=True)
-    print(f"{'':<42}{'gptkit':>9}{'peer':>9} {'':<5}{'ratio':>6}{'share':>7}", flush=True)
+    print(
+        f"{'tokens per second':<31}{'gptkit':>9}{'peer':>9}{'ratio':>8}{'share':>7}{'first':>7}{'peer':>7}", flush=True
+    )
     names = [name for name in SECTIONS if name == "ceilings" or name in (given.only or SECTIONS)]
     if given.small and not given.only:
         names = [name for name in names if name not in COMPILED]

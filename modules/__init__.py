@@ -5,7 +5,7 @@ kind of component has a torch module here. The modules give the same bits as tra
 same order and lay out tensors in memory in the same way.
 """
 
-from .cache import Cache
+from .cache import Cache, StaticCache
 from .decoder import Decoder
 
-__all__ = ["Cache", "Decoder"]
+__all__ = ["Cache", "Decoder", "StaticCache"]

@@ -121,6 +121,8 @@ class Mixing:
         else:
             # The kernel's `is_causal` replaces a mask, unless the family's code in transformers always passes one.
             mask = context.sdpa_mask(spec.window, spec.cache_window, spec.chunked, spec.causal)
+            if mask is not None and mask.is_floating_point():
+                mask = mask.to(q.dtype)
         grouped = False
         if spec.kv_expansion == "repeat" and group > 1:
             if mask is None and q.shape[-1] <= 256:

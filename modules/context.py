@@ -1,5 +1,6 @@
 """State that all layers of a forward pass share: position tables, biases and masks, computed once when needed."""
 
+import math
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -57,27 +58,32 @@ class Context:
     Args:
         batch: the number of rows, B.
         steps: the number of new tokens per row, T.
-        past: the number of tokens in the cache.
+        past: the number of tokens in the cache. With a `StaticCache` it is a tensor (1,) on the model's device, so that
+            a recorded CUDA graph is right for every step.
         cached: whether the pass uses a cache.
         position_ids: the positions of the new tokens, (1 or B, T).
         attention_mask: (B, past + T), 1 for tokens and 0 for padding; None if there is no padding.
         dtype: the dtype of the hidden states.
         documents: (B, T), the document of every token if a row contains several. Tokens attend only to their own
             document.
+        capacity: the number of keys that a `StaticCache` returns, of which those after the new tokens are unwritten.
+            None for other caches.
     """
 
     def __init__(
         self,
         batch: int,
         steps: int,
-        past: int,
+        past: int | Tensor,
         cached: bool,
         position_ids: Tensor,
         attention_mask: Tensor | None,
         dtype: torch.dtype,
         documents: Tensor | None = None,
+        capacity: int | None = None,
     ) -> None:
-        self.batch, self.steps, self.past, self.cached = batch, steps, past, cached
+        self.batch, self.steps, self.cached, self.capacity = batch, steps, cached, capacity
+        self.past: Any = past
         self.position_ids, self.dtype = position_ids, dtype
         self.padded = attention_mask is not None and not bool(attention_mask.all())
         self.attention_mask, self.documents = attention_mask, documents
@@ -92,7 +98,7 @@ class Context:
         self._tables: dict[int, tuple[Turning, Any]] = {}
         self._biases: dict[tuple[int, int, int], tuple[Biasing, Tensor]] = {}
         self._allowed: dict[tuple[int | None, int | None, bool, bool], Tensor] = {}
-        self._additive: dict[tuple[int | None, int | None, bool, bool], Tensor] = {}
+        self._additive: dict[tuple[int | None, int | None, bool, bool, float], Tensor] = {}
         self._copies: dict[torch.device, Context] = {}
 
     def on(self, device: torch.device) -> "Context":
@@ -127,7 +133,7 @@ class Context:
         """
         positions = self.position_ids
         if spec.counts == "tokens":
-            positions = torch.arange(self.past, self.past + self.steps, device=q.device)[None]
+            positions = self.places()[None]
         grown = torch.floor((positions + spec.offset) / spec.original_context)
         if spec.counts == "positions":
             factor = (1 + spec.growth * torch.log(1 + grown)).to(q.dtype)
@@ -201,13 +207,21 @@ class Context:
             )
         return self.encoded.states
 
+    def places(self) -> Tensor:
+        """Return the positions of the new tokens in the text, (T,), including padding."""
+        return counted(self.past, self.steps, self.position_ids.device)
+
     def first_key(self, window: int | None) -> int:
         """Return the position of the earliest token whose key is still in the cache of a layer with this window."""
-        return max(self.past - window + 1, 0) if window is not None and self.cached else 0
+        forgets = window is not None and self.cached and self.capacity is None
+        return max(self.past - window + 1, 0) if forgets else 0
 
     def keys(self, window: int | None) -> int:
-        """Return S, the number of keys to which a layer with this window can attend: cached keys and new ones."""
-        return self.past + self.steps - self.first_key(window)
+        """Return S, the number of keys that the cache of a layer with this window returns.
+
+        These are the cached keys and the new ones. A static cache also returns keys that are not written yet.
+        """
+        return self.past + self.steps - self.first_key(window) if self.capacity is None else self.capacity
 
     def bias(self, spec: Biasing, heads: int, window: int | None) -> Tensor:
         """Return the bias that is added to attention scores.
@@ -230,7 +244,10 @@ class Context:
                     "a layer with relative position biases ran outside of its model: only the model's own "
                     "forward pass reads the table of biases"
                 )
-            self._biases[key] = spec, module_of(spec).looked_up(spec, self.table, self.past, self.steps)
+            keys = torch.arange(self.keys(None), device=self.table.device)
+            self._biases[key] = spec, module_of(spec).looked_up(spec, self.table, self.places(), keys)
+        if key not in self._biases and self.capacity is not None:
+            self._biases[key] = spec, self._static_bias(spec, heads, self.capacity)
         if key not in self._biases:
             mask = self.attention_mask
             if mask is None:
@@ -238,6 +255,18 @@ class Context:
                 mask = torch.ones(shape, dtype=torch.long, device=self.position_ids.device)
             self._biases[key] = spec, module_of(spec).bias(spec, heads, mask.long(), self.dtype)[..., first:]
         return self._biases[key][1]
+
+    def _static_bias(self, spec: Biasing, heads: int, capacity: int) -> Tensor:
+        """Return the bias (B, heads, 1, S) for a static cache with `capacity` keys.
+
+        The text is treated as padded on the left to the capacity, because some biases count back from the last key.
+        The result is then shifted, so that it begins with the bias of the first key.
+        """
+        keys = torch.arange(capacity, device=self.position_ids.device)
+        padding = capacity - self.steps - self.past
+        mask = (keys >= padding).long().expand(self.batch, -1)
+        bias = module_of(spec).bias(spec, heads, mask, self.dtype)
+        return bias.index_select(-1, (keys + padding).clamp(max=capacity - 1))  # type: ignore[no-any-return]
 
     def allowed(
         self, window: int | None, cache_window: int | None, chunked: bool = False, causal: bool = True
@@ -254,13 +283,14 @@ class Context:
         near = window is None or self.steps < window
         if not causal and near and not self.padded and self.documents is None:
             return None
-        if causal and self.steps == 1 and not self.padded and (window is None or self.keys(cache_window) < window):
+        alone = causal and self.steps == 1 and not self.padded and self.capacity is None
+        if alone and (window is None or self.keys(cache_window) < window):
             return None
         key = (window, cache_window, chunked, causal)
         if key not in self._allowed:
             device, first = self.position_ids.device, self.first_key(cache_window)
-            queries = torch.arange(self.past, self.past + self.steps, device=device)[:, None]
-            keys = torch.arange(first, self.past + self.steps, device=device)[None, :]
+            queries = self.places()[:, None]
+            keys = torch.arange(first, first + self.keys(cache_window), device=device)[None, :]
             allowed = keys <= queries if causal else torch.ones_like(keys <= queries)
             if window is not None and not causal:
                 allowed &= keys < queries + window
@@ -285,7 +315,12 @@ class Context:
     def sdpa_mask(
         self, window: int | None, cache_window: int | None, chunked: bool = False, causal: bool = True
     ) -> Tensor | None:
-        """Return the mask of `allowed`, or None if sdpa's `is_causal` has the same effect."""
+        """Return the mask of `allowed`, or None if sdpa's `is_causal` has the same effect.
+
+        With a static cache, the mask is one that is added to scores. sdpa would convert a boolean one in every layer.
+        """
+        if self.capacity is not None:
+            return self._added(window, cache_window, chunked, causal, -math.inf)
         if not causal:
             return self.allowed(window, cache_window, chunked, causal)
         first_pass = self.past == 0 and (window is None or self.steps < window)
@@ -296,10 +331,26 @@ class Context:
         self, window: int | None, cache_window: int | None, chunked: bool = False, causal: bool = True
     ) -> Tensor | None:
         """Return the mask of `allowed` to be added to scores: 0 where it is True, and the dtype's minimum elsewhere."""
+        return self._added(window, cache_window, chunked, causal, torch.finfo(self.dtype).min)
+
+    def _added(
+        self, window: int | None, cache_window: int | None, chunked: bool, causal: bool, least: float
+    ) -> Tensor | None:
+        """Return the mask of `allowed` as numbers: 0 where it is True, and `least` elsewhere."""
         allowed, key = self.allowed(window, cache_window, chunked, causal), (window, cache_window, chunked, causal)
         if allowed is None:
             return None
-        if key not in self._additive:
+        if (*key, least) not in self._additive:
             zero = torch.zeros((), dtype=self.dtype, device=allowed.device)
-            self._additive[key] = torch.where(allowed, zero, torch.finfo(self.dtype).min)
-        return self._additive[key]
+            self._additive[*key, least] = torch.where(allowed, zero, least)
+        return self._additive[*key, least]
+
+
+def counted(past: int | Tensor, steps: int, device: torch.device) -> Tensor:
+    """Return the numbers (T,) of `steps` tokens that follow `past` others.
+
+    `past` may be a tensor (1,). The result then depends on its value at the time when the device computes it.
+    """
+    if isinstance(past, Tensor):
+        return past if steps == 1 else past + torch.arange(steps, device=device)
+    return torch.arange(past, past + steps, device=device)

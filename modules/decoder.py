@@ -38,7 +38,7 @@ from ..errors import UsageError
 from . import attention as _attention  # noqa: F401 - its modules register themselves, like those of the next line
 from . import cross_attention, feed_forward, layers, positions  # noqa: F401
 from .cache import Cache
-from .context import Context, Encoded
+from .context import Context, Encoded, counted
 from .layers import ACTIVATIONS, LinearModule, capped
 from .placement import Placement
 from .positions import sinusoids
@@ -66,7 +66,7 @@ class EmbeddingModule(nn.Module):
             x = x.masked_fill((input_ids == self.spec.blank)[..., None], 0)
         if self.spec.multiplier != 1:
             rounded = self.spec.scaling == "rounded"
-            x = x * (x.new_tensor(self.spec.multiplier) if rounded else self.spec.multiplier)
+            x = x * (x.new_full((), self.spec.multiplier) if rounded else self.spec.multiplier)
         x = x if self.projection is None else self.projection(x)
         return x if self.norm is None else self.norm(x)
 
@@ -88,7 +88,7 @@ class _LayerEmbeddingModule(nn.Module):
         spec, by_layer = self.spec, (self.spec.layers, self.spec.width)
         rows = torch.unflatten(self.table(input_ids.where(input_ids < spec.table.vocab_size, 0)), -1, by_layer)
         numbers = (spec.projected, spec.summed)
-        first, last = map(x.new_tensor, numbers) if spec.scaling == "rounded" else numbers
+        first, last = [x.new_full((), number) for number in numbers] if spec.scaling == "rounded" else numbers
         projected = self.norm(torch.unflatten(self.projection(x) * first, -1, by_layer))
         return (projected + rows) * last  # type: ignore[no-any-return]
 
@@ -111,14 +111,13 @@ class PositionsModule(nn.Module):
             return sinusoids(self.spec, rows).to(dtype)  # type: ignore[arg-type]
         return F.embedding(rows, self.weight)
 
-    def where_not_given(self, input_ids: Tensor, attention_mask: Tensor | None, past: int = 0) -> Tensor:
+    def where_not_given(self, input_ids: Tensor, attention_mask: Tensor | None, past: int | Tensor = 0) -> Tensor:
         """Return the default position ids (1 or B, T) of token ids (B, T) that follow `past` cached tokens."""
-        steps, device = input_ids.shape[1], input_ids.device
         if self.spec.padding is not None:
-            counted = (input_ids != self.spec.padding).long()
-            return (counted.cumsum(dim=1) + past) * counted - 1
+            tokens = (input_ids != self.spec.padding).long()
+            return (tokens.cumsum(dim=1) + past) * tokens - 1
         if self.spec.counts == "tokens" or attention_mask is None:
-            return torch.arange(past, past + steps, device=device)[None]
+            return counted(past, input_ids.shape[1], input_ids.device)[None]
         mask = attention_mask.long()
         # Padding has the row before that of the first token, if the table has one.
         return (mask.cumsum(dim=1) * mask - 1)[:, past:].clamp(min=-min(self.spec.offset, 1))
@@ -438,15 +437,16 @@ class Decoder(nn.Module):
         if input_ids.dim() != 2 or not input_ids.shape[1]:
             raise UsageError(f"token ids must have the shape (B, T) with T >= 1, not {tuple(input_ids.shape)}")
         batch, steps = input_ids.shape
-        past = 0 if cache is None else cache.length
-        _check_shapes(input_ids, past, attention_mask, documents, cache)
+        known = 0 if cache is None else cache.length
+        _check_shapes(input_ids, known, attention_mask, documents, cache)
+        past = 0 if cache is None else cache.begin(steps)
         if position_ids is None:
             position_ids = self._positions(input_ids, past, attention_mask, documents)
         if self.positions is not None:
             length = self.positions.spec.length
-            if past + steps > length and int(position_ids.max()) >= length:
+            if known + steps > length and int(position_ids.max()) >= length:
                 raise UsageError(
-                    f"the sequence has {past + steps} tokens, but the model's position table has only {length} rows"
+                    f"the sequence has {known + steps} tokens, but the model's position table has only {length} rows"
                 )
         if token_types is not None and self.token_types is None:
             raise UsageError("this model has no token type embeddings", "Leave out the argument token_types.")
@@ -456,7 +456,10 @@ class Decoder(nn.Module):
             )
         encoded = self._source(encoded, cache, batch)
         x, inputs = _embedded(self, input_ids, position_ids, token_types, table)
-        context = Context(batch, steps, past, cache is not None, position_ids, attention_mask, x.dtype, documents)
+        capacity = None if cache is None else cache.capacity
+        context = Context(
+            batch, steps, past, cache is not None, position_ids, attention_mask, x.dtype, documents, capacity
+        )
         context.inputs, context.shared = inputs, dict.fromkeys(self.spec.reused_keys)
         context.table = None if self.relative_bias is None else self.relative_bias()
         context.first = x if self.has_shared_blocks else None
@@ -466,21 +469,21 @@ class Decoder(nn.Module):
             context.layer = layer
             x = block(x, context, None if cache is None else cache.layers[layer])
         if cache is not None:
-            cache.length += steps
+            cache.end(steps)
         x = x if self.joined is None else self.joined.join(x)
         x = (x if self.final_norm is None else self.final_norm(x)).to(context.dtype)
         x = x[:, -1:] if last_only else x
         return x if self.head is None else self.head(x, self.embedding.weight)
 
     def _positions(
-        self, input_ids: Tensor, past: int, attention_mask: Tensor | None, documents: Tensor | None
+        self, input_ids: Tensor, past: int | Tensor, attention_mask: Tensor | None, documents: Tensor | None
     ) -> Tensor:
         """Return the default position ids (1 or B, T) of new tokens that follow `past` cached tokens."""
         if documents is not None:
             return positions_in(documents)
         if self.positions is not None:
             return self.positions.where_not_given(input_ids, attention_mask, past)
-        return torch.arange(past, past + input_ids.shape[1], device=input_ids.device)[None]
+        return counted(past, input_ids.shape[1], input_ids.device)[None]
 
     def encode(self, source: Tensor, attention_mask: Tensor | None = None) -> Encoded:
         """Return the encoder's output for a source text, given as token ids (B, U) and a mask (B, U) with 1 for tokens.
@@ -528,6 +531,10 @@ def _check_shapes(
 ) -> None:
     """Raise UsageError if the mask or the documents do not match the token ids (B, T)."""
     batch, steps = input_ids.shape
+    if attention_mask is not None and cache is not None and cache.capacity is not None:
+        raise UsageError(
+            "a static cache cannot be combined with an attention_mask", "Use gptkit.modules.Cache for padded texts."
+        )
     if attention_mask is not None and attention_mask.shape != (batch, past + steps):
         raise UsageError(
             f"attention_mask must have the shape {(batch, past + steps)}, not {tuple(attention_mask.shape)}",

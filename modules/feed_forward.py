@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from ..components import (
 from .layers import (
     ACTIVATIONS,
     FusedLinears,
+    GatheredLinears,
     LinearModule,
     PromotedLinear,
     StackedLinears,
@@ -118,7 +120,8 @@ def _sparse(x: Tensor, share: float | None) -> Tensor:
     """
     if share is None:
         return x
-    deviations = torch.erfinv(2 * torch.tensor(share, device=x.device) - 1) * math.sqrt(2)  # in fp32, as transformers
+    of_all = torch.full((), share, device=x.device)  # in fp32, as transformers; filled, since a graph cannot copy it
+    deviations = torch.erfinv(2 * of_all - 1) * math.sqrt(2)
     least = x.mean(dim=-1, keepdim=True) + x.std(dim=-1, keepdim=True, unbiased=False) * deviations.to(x.dtype)
     return (x - least).relu_()
 
@@ -179,9 +182,9 @@ class _DenseBesideExpertsModule(nn.Module):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def forward(self, x: Tensor, *_: Any) -> Tensor:
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
         dense: Tensor = self.dense_output_norm(self.dense(self.dense_norm(x)))
-        return dense + self.mixture_output_norm(self.mixture(x))  # type: ignore[no-any-return]
+        return dense + self.mixture_output_norm(self.mixture(x, *rest))  # type: ignore[no-any-return]
 
 
 @computes(ExpertLatent)
@@ -216,6 +219,7 @@ class MixtureOfExpertsModule(nn.Module):
         over_all = spec.summed == "over all" and spec.weighs == "inputs" and plain
         self.into = StackedLinears() if over_all else None
         self.out_of = StackedLinears()
+        self.gathered = GatheredLinears(), GatheredLinears()
         self.latent: Any = None if spec.latent is None else build_module(spec.latent)
         self.router_norm = build_module(spec.router_norm) if spec.router_norm else None
         self.expert_norm = build_module(spec.expert_norm) if spec.expert_norm else None
@@ -223,14 +227,16 @@ class MixtureOfExpertsModule(nn.Module):
         gated = spec.shared_gate and spec.shared is not None
         self.shared_gate = LinearModule(spec.hidden_size, 1, False) if gated else None
 
-    def forward(self, x: Tensor, *_: Any) -> Tensor:  # (B, T, hidden)
+    def forward(self, x: Tensor, context: Any = None, *_: Any) -> Tensor:  # (B, T, hidden)
         rows = x.reshape(-1, x.shape[-1])
+        static = getattr(context, "capacity", None) is not None
+        mix = self._gathered if static and self._can_gather() else self.mix
         weights, chosen = self.route(rows)  # both (N, top_k), N = B·T
         given = rows if self.expert_norm is None else self.expert_norm(rows)
         if self.latent is None:
-            mixed = self.mix(given, weights, chosen)
+            mixed = mix(given, weights, chosen)
         else:
-            mixed = self.latent.up_proj(self.mix(self.latent.down_proj(given), weights, chosen))
+            mixed = self.latent.up_proj(mix(self.latent.down_proj(given), weights, chosen))
         mixed = mixed.reshape(x.shape)
         if self.shared is None:
             return mixed
@@ -342,13 +348,48 @@ class MixtureOfExpertsModule(nn.Module):
                 total = total.index_add(0, tokens, done.to(total.dtype))
         return total
 
+    def _can_gather(self) -> bool:
+        """Return whether `_gathered` computes these experts: linears and an activation, all without parameters more."""
+        first: Any = self.experts[0]
+        plain = getattr(first, "inner_norm", None) is None and not isinstance(first.activation, nn.Module)
+        return plain and self.into is None and all(GatheredLinears.accepts(row) for row in self._linears())
+
+    def _linears(self) -> list[list[nn.Module]]:
+        """Return the linears before the activation of every expert, and then those after it."""
+        before = ("gate_proj", "up_proj") if hasattr(self.experts[0], "gate_proj") else ("up_proj",)
+        return [
+            [getattr(expert, name) for name in names] for names in (before, ("down_proj",)) for expert in self.experts
+        ]
+
+    def _gathered(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return the result of `mix` for few tokens, without reading on the host which experts were chosen.
+
+        Every token multiplies copies of the weights of its experts.
+        """
+        spec, top_k, first = self.spec, chosen.shape[-1], cast("Any", self.experts[0])
+        if spec.summed == "by expert":
+            chosen, order = chosen.sort(dim=-1)
+            weights = weights.gather(1, order)
+        numbers, weighing = chosen.reshape(-1), weights.reshape(-1, 1)
+        rows = x[:, None].expand(-1, top_k, -1).reshape(-1, x.shape[-1])  # (N·top_k, hidden)
+        linears, fused = self._linears(), [getattr(expert, "fused", None) for expert in self.experts]
+        count = len(self.experts)
+        rows = rows * weighing if spec.weighs == "inputs" else rows
+        inner = first.gated(self.gathered[0](linears[:count], fused, numbers, rows))
+        done = self.gathered[1](linears[count:], [None] * count, numbers, inner)
+        done = done if spec.weighs == "inputs" else done * weighing
+        by_token = done.view(-1, top_k, x.shape[-1])
+        if spec.summed == "by expert":
+            return reduce(torch.add, by_token.to(x.dtype).unbind(1), torch.zeros_like(x))
+        return by_token.sum(dim=1).to(x.dtype)
+
     def _over_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs, with batched matrix products over all experts and tokens.
 
         The input of an expert is zero at tokens that did not choose it, and so is its output. The family's code in
         transformers computes it like this, and one product per expert would round differently.
         """
-        weighing = torch.zeros(len(x), len(self.experts), dtype=weights.dtype).to(x.device).scatter(1, chosen, weights)
+        weighing = x.new_zeros(len(x), len(self.experts), dtype=weights.dtype).scatter(1, chosen, weights)
         experts: list[Any] = list(self.experts)
         given = x * weighing.t()[..., None]  # (experts, N, hidden)
         assert self.into is not None

@@ -8,6 +8,8 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from ..components.ranges import some_of
 from ..errors import GptkitError, UsageError
 from .cache import Cache
 from .decoder import Decoder
+from .steps import Caching, Options, Steps
 
 _NEVER = -1e9  # added to the log-probabilities of tokens that must not be chosen
 _SMALLEST_TEMPERATURE = 1e-6  # below it, logits divided by it may leave fp32's range
@@ -125,6 +128,7 @@ def generate(
     beams: Beams | None = None,
     stop: Collection[int] = (),
     start: int | None = None,
+    cache: Caching = "auto",
     tell: Callable[[str], None] = warn,
 ) -> Iterator[int]:
     """Yield the token ids that continue a prompt. Every token is computed when it is asked for.
@@ -136,6 +140,10 @@ def generate(
 
     A model with an encoder reads the prompt as its source, once, and writes another text, which begins after `start`.
 
+    On a CUDA device, the model's step is recorded as a CUDA graph with a static cache, if the step allows it, and then
+    replayed. The step after a token begins before the token is yielded. The text can differ from that of the dynamic
+    cache where two tokens are equally likely up to rounding, because sums then have another order.
+
     No global state changes: sampling has its own random generator, and inference mode is off between tokens.
 
     Args:
@@ -146,12 +154,15 @@ def generate(
         beams: use beam search with these settings. The continuation is yielded when the search has ended.
         stop: the ids after which generation ends, such as the end-of-sequence token.
         start: the first id of the decoder of a model with an encoder (its decoder_start_token_id).
+        cache: "static" or "dynamic" forces the kind of cache. By default, it is static on a CUDA device for 8 tokens or
+            more, if the model has no hooks and its step neither waits for the device nor copies from the host. On a
+            CPU, a static cache works too, without a graph.
         tell: a function that gets a message when a limit of the model is reached. By default it is a UserWarning.
 
     Raises:
         UsageError: before anything is computed: the prompt is empty, is a batch, has ids outside the vocabulary, or is
-            longer than the table of positions; max_new_tokens is negative; beams are combined with sampling; the model
-            has an encoder, but there is no `start`.
+            longer than the table of positions; max_new_tokens is negative; beams are combined with sampling or with a
+            static cache; the model has an encoder, but there is no `start`.
         GptkitError: during generation, the logits are NaN.
     """
     model.spec.predicts("generate")
@@ -163,6 +174,10 @@ def generate(
             "beam search cannot be combined with temperature, top_k and top_p, because it does not sample",
             "Leave out temperature, top_k and top_p.",
         )
+    if cache not in get_args(Caching):
+        raise UsageError(f"cache must be 'auto', 'static' or 'dynamic', not {cache!r}")
+    if beams is not None and cache == "static":
+        raise UsageError("beam search cannot be combined with a static cache", "Leave out cache.")
     positions = (model.spec.encoder or model.spec).positions
     if positions is not None and prompt.shape[1] > positions.length:
         raise UsageError(
@@ -184,7 +199,7 @@ def generate(
     # A generator function runs only when its first token is asked for, so the checks above are not inside one.
     if beams is not None:
         return _searched(model, prompt, source, max_new_tokens, beams, frozenset(stop), tell)
-    return _stream(model, prompt, source, max_new_tokens, sampling, frozenset(stop), tell)
+    return _stream(model, prompt, source, max_new_tokens, sampling, frozenset(stop), cache, tell)
 
 
 @torch.inference_mode()
@@ -274,35 +289,42 @@ def _stream(
     max_new_tokens: int,
     sampling: Sampling,
     stop: frozenset[int],
+    caching: Caching,
     tell: Callable[[str], None],
 ) -> Iterator[int]:
     """Yield the continuation's token ids, chosen greedily or by sampling. The arguments are those of `generate`."""
-    cache, spec, generator = _begun(model, source), model.spec, None
+    limits = _Limits(model.spec)
+    choose: Callable[[Tensor], Tensor] = _greedy
     if not sampling.greedy:
         generator = torch.Generator(device=prompt.device)
         if sampling.seed is None:
             generator.seed()
         else:
             generator.manual_seed(sampling.seed)
-    limits = _Limits(spec)
-    ids, text = prompt, prompt[0].tolist()
-    for step in range(max_new_tokens):
-        read = prompt.shape[1] + step
-        if line := limits.full(read):
-            tell(line)
-            return
-        if line := limits.passed(read, step == 0):
-            tell(line)
-        if step and limits.renewed(read):
-            cache, ids = _begun(model, source), prompt.new_tensor([text])
-        ids = _next(model, ids, cache, sampling, generator)
-        token = int(ids)
-        if token < 0:
-            raise _no_numbers(step)
-        text.append(token)
-        yield token
-        if token in stop:
-            return
+        choose = partial(_sampled, sampling, generator)
+    most = prompt.shape[1] + max_new_tokens - 1
+    options = Options(choose, sampling.greedy, caching, most, tell)
+    steps, text = Steps(model, _begun(model, source), prompt, options), prompt[0].tolist()
+    try:
+        for step in range(max_new_tokens):
+            read = prompt.shape[1] + step
+            if line := limits.full(read):
+                tell(line)
+                return
+            if line := limits.passed(read, step == 0):
+                tell(line)
+            if step and limits.renewed(read):
+                steps = Steps(model, _begun(model, source), prompt.new_tensor([text]), options)
+            more = step + 1 < max_new_tokens and not limits.full(read + 1) and not limits.renewed(read + 1)
+            token = steps.next(more)
+            if token < 0:
+                raise _no_numbers(step)
+            text.append(token)
+            yield token
+            if token in stop:
+                return
+    finally:
+        steps.close()
 
 
 def _no_numbers(step: int) -> GptkitError:
@@ -385,18 +407,19 @@ def _search(
     return texts[0], [line for line in lines if line]
 
 
-# A function for one step, because around a `yield` inference mode would also apply to the caller's code.
-@torch.inference_mode()
-def _next(model: Decoder, ids: Tensor, cache: Cache, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
-    """Run the model on ids (1, T) that follow those in the cache, and return the next token id, (1, 1).
+def _greedy(logits: Tensor) -> Tensor:
+    """Return the most likely token id (1, 1) for logits (1, vocabulary), or -1 if the logits are NaN."""
+    chosen = logits.argmax(dim=-1, keepdim=True)
+    # argmax prefers NaN to any number, so it suffices to look at the chosen logit.
+    return torch.where(logits.gather(-1, chosen).isnan(), -1, chosen)
 
-    It is -1 if the logits are NaN.
+
+def _sampled(sampling: Sampling, generator: torch.Generator, logits: Tensor) -> Tensor:
+    """Return a token id (1, 1) drawn for logits (1, vocabulary), or -1 if the logits are NaN or infinite.
+
+    It is the token that `multinomial` draws, by the same operations, but the host does not wait for the device.
     """
-    logits = model(ids, cache=cache, last_only=True)[:, -1].float()  # (1, vocabulary)
-    if generator is None:
-        chosen = logits.argmax(dim=-1, keepdim=True)
-        # argmax prefers NaN to any number, so it suffices to look at the chosen logit.
-        return torch.where(logits.gather(-1, chosen).isnan(), -1, chosen)
-    if bool(logits.isnan().any()):
-        return torch.full((1, 1), -1)
-    return sampling.filtered(logits).softmax(dim=-1).multinomial(1, generator=generator)
+    probabilities = sampling.filtered(logits).softmax(dim=-1)
+    noise = torch.empty_like(probabilities).exponential_(1, generator=generator)
+    unknown = logits.isnan().any() | probabilities.isnan().any()
+    return torch.where(unknown, -1, (probabilities / noise).argmax(dim=-1, keepdim=True))

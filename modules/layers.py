@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,13 +155,18 @@ class FusedLinears:
         # Not in inference mode, since inference tensors could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             self.weight, self.bias = self._concatenated(linears)
-            start = 0
-            for linear in linears:
-                rows = linear.weight.shape[0]
-                linear.weight.data = self.weight[start : start + rows]
-                if self.bias is not None and linear.bias is not None:
-                    linear.bias.data = self.bias[start : start + rows]
-                start += rows
+            self.split(linears, self.weight, self.bias)
+
+    @staticmethod
+    def split(linears: Sequence[LinearModule], weight: Tensor, bias: Tensor | None) -> None:
+        """Make the parameters views of consecutive rows of a weight and a bias that have their values."""
+        start = 0
+        for linear in linears:
+            rows = linear.weight.shape[0]
+            linear.weight.data = weight[start : start + rows]
+            if bias is not None and linear.bias is not None:
+                linear.bias.data = bias[start : start + rows]
+            start += rows
 
 
 class StackedLinears:
@@ -204,6 +212,67 @@ class StackedLinears:
         for row, one in zip(rows, whole, strict=True):
             parts = torch.split(one, [len(weight) for weight in row], dim=1)
             yield from ((part.t(), weight) for part, weight in zip(parts, row, strict=True))
+
+
+class GatheredLinears:
+    """Linears of several experts, of which every row of the input has the number of its own.
+
+    The parameters become views of one tensor [experts, out, in], from which the weights of the chosen experts are
+    copied. The host does not need to know which these are.
+    """
+
+    def __init__(self) -> None:
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    @staticmethod
+    def accepts(linears: Sequence[nn.Module]) -> bool:
+        """Return whether these linears of one expert can be stacked with those of others."""
+        return all(
+            type(linear) is LinearModule and not linear._forward_hooks and not linear._forward_pre_hooks
+            for linear in linears
+        )
+
+    def __call__(
+        self, linears: Sequence[Sequence[Any]], fused: Sequence[FusedLinears | None], numbers: Tensor, x: Tensor
+    ) -> Tensor:
+        """Return the concatenated outputs (N, out) of the linears of the experts `numbers` (N,) for x (N, in).
+
+        Args:
+            linears: for every expert, its linears.
+            fused: for every expert, the object that computes its linears as one product, if there is one.
+            numbers: the number of the expert of every row.
+            x: the input.
+        """
+        if self.weight is None or not all(map(self._views, range(len(linears)), linears)):
+            self._stack(linears, fused)
+        assert self.weight is not None
+        out = torch.bmm(self.weight.index_select(0, numbers), x[..., None])[..., 0]
+        if self.bias is None:
+            return out
+        return out + self.bias.index_select(0, numbers)
+
+    def _views(self, number: int, linears: Sequence[LinearModule]) -> bool:
+        """Return whether the parameters of one expert are views of the stacked tensors."""
+        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+        whole = None if self.weight is None else self.weight[number]
+        bias = None if self.bias is None else self.bias[number]
+        return _are_rows([linear.weight for linear in linears], whole) and _are_rows(biases, bias)
+
+    def _stack(self, linears: Sequence[Sequence[LinearModule]], fused: Sequence[FusedLinears | None]) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            parts = [FusedLinears._concatenated(row) for row in linears]
+            weights, biases = zip(*parts, strict=True)
+            turned = linears[0][0].arithmetic in ("conv1d", "conv1d_add")
+            stacked = (
+                torch.stack([weight.t() for weight in weights]).transpose(1, 2) if turned else torch.stack(weights)
+            )
+            self.weight, self.bias = stacked, None if biases[0] is None else torch.stack(biases)
+            for number, (row, whole) in enumerate(zip(linears, fused, strict=True)):
+                bias = None if self.bias is None else self.bias[number]
+                FusedLinears.split(row, self.weight[number], bias)
+                if whole is not None:
+                    whole.weight, whole.bias = self.weight[number], bias
 
 
 def _are_rows(parts: Sequence[Tensor], whole: Tensor | None) -> bool:
@@ -274,11 +343,27 @@ class LayerNormModule(nn.Module):
         return (normed if self.bias is None else normed + self.bias.to(wide)).to(x.dtype)
 
 
+_fused = ContextVar("_fused", default=False)
+
+
+@contextmanager
+def fused_norms() -> Iterator[None]:
+    """Compute RMSNorms in this block with torch's fused kernel, which launches 2 to 4 kernels instead of 8.
+
+    The sum of squares then has another order. In fp32, the results differ by rounding; in bf16, most are the same.
+    """
+    before = _fused.set(True)
+    try:
+        yield
+    finally:
+        _fused.reset(before)
+
+
 @computes(RMSNorm)
 class RMSNormModule(nn.Module):
     """RMSNorm over the last dimension, in fp32 or wider; see `components.RMSNorm` for `cast`.
 
-    F.rms_norm is not used: it multiplies by the weight in fp32, which changes bf16 logits of llama by 0.17 to 1.0.
+    F.rms_norm with a weight is not used: it multiplies in fp32, which changes bf16 logits of llama by 0.17 to 1.0.
     """
 
     def __init__(self, spec: RMSNorm) -> None:
@@ -289,12 +374,18 @@ class RMSNormModule(nn.Module):
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return x normalised, in the dtype of x or in `dtype`."""
         dtype = x.dtype if dtype is None else dtype
+        cast_first = self.spec.cast == "before_weight"
+        if not torch.compiler.is_compiling() and _fused.get() and self.spec.groups == 1:
+            whole = x if cast_first and dtype == x.dtype else x.to(torch.promote_types(x.dtype, torch.float32))
+            return self._weighted(F.rms_norm(whole, (x.shape[-1],), None, self.spec.eps), dtype)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide if self.spec.groups == 1 else torch.unflatten(wide, -1, (self.spec.groups, -1))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.spec.eps)
         wide = wide if self.spec.groups == 1 else wide.flatten(-2)
-        cast_first = self.spec.cast == "before_weight"
-        normed = wide.to(dtype) if cast_first else wide
+        return self._weighted(wide.to(dtype) if cast_first else wide, dtype)
+
+    def _weighted(self, normed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return normalised vectors, which may be overwritten, times the weight, in `dtype`."""
         if self.weight is None:
             return normed.to(dtype)
         # 1 + weight has the dtype of the vectors that it multiplies.

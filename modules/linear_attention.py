@@ -102,7 +102,7 @@ def _features(x: Tensor) -> Tensor:
     """
     one, other = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
     # The square has the product of two different elements twice, and the square of an element once.
-    factor = torch.where(one == other, x.new_tensor(0.5).sqrt(), x.new_ones(()))
+    factor = torch.where(one == other, x.new_full((), 0.5).sqrt(), x.new_ones(()))
     return torch.cat((torch.ones_like(x[..., :1]), x, x[..., one] * x[..., other] * factor), dim=-1)
 
 

@@ -47,7 +47,7 @@ class _Mamba2Module(nn.Module):
         projected = self.fused([getattr(self, f"{name}_proj") for name in spec.widths], real(x, context))
         if spec.scaled:  # concatenated again, since torch rounds the last elements of a row differently
             factors = zip(projected, spec.multipliers, strict=True)
-            whole = torch.cat([part * part.new_tensor(factor) for part, factor in factors], dim=-1)
+            whole = torch.cat([part * part.new_full((), factor) for part, factor in factors], dim=-1)
             projected = torch.split(whole, [*spec.widths.values()], dim=-1)
             del whole
         gate, *parts, dt = projected

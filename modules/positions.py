@@ -48,7 +48,7 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
     """Return RoPE's tables for position ids (1 or B, T) in a model of this dtype."""
     wide = torch.promote_types(dtype, torch.float32)
     by_length = isinstance(rotary.scaling, DynamicScaling | LongRopeScaling)
-    length = int(position_ids.max()) + 1 if by_length else 1  # only if needed, since reading it waits for the device
+    length = position_ids.max() + 1 if by_length else None
     inv_freq = _frequencies_on(position_ids.device, rotary, length, wide)
     angles = position_ids[..., None].to(wide) * inv_freq  # (B, T, dim/2)
     angles = -angles if rotary.direction == "backward" else angles
@@ -84,10 +84,7 @@ def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device:
             original = scaling.original_context
             if length <= original:
                 return 1.0 / (base**exponents)
-            tokens = torch.tensor(length, device=device)
-            growth = (scaling.factor * tokens / original) - (scaling.factor - 1)
-            grown = base * growth.to(dtype) ** (divisor / (divisor - 2))
-            return torch.as_tensor(1.0 / (grown**exponents))
+            return _dynamic(scaling, torch.tensor(length, device=device), base, exponents, divisor)
         case Llama3Scaling():
             return _llama3(scaling, 1.0 / (base**exponents))
         case YarnScaling():
@@ -100,7 +97,7 @@ def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device:
             return 1.0 / (torch.tensor(factors, dtype=dtype, device=device) * base**exponents)
 
 
-def _frequencies_on(device: torch.device, rotary: Rotary, length: int, dtype: torch.dtype) -> Tensor:
+def _frequencies_on(device: torch.device, rotary: Rotary, length: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the frequencies on a device.
 
     As in transformers, they are computed on the CPU and copied once, because a GPU rounds some powers differently, and
@@ -108,11 +105,25 @@ def _frequencies_on(device: torch.device, rotary: Rotary, length: int, dtype: to
 
     - if the length of the text changes the frequencies (some RoPE scalings), because transformers does so;
     - in a compiled graph, which can neither use the stored copy nor copy from the CPU.
+
+    `length` is the number of tokens of the text, a tensor () on the device, for scalings that depend on it. The host
+    does not read it: it would wait for the device, and a CUDA graph could not be recorded.
     """
-    replaced = length > getattr(rotary.scaling, "original_context", math.inf)
-    if device.type == "cpu" or replaced or torch.compiler.is_compiling():
-        return inverse_frequencies(rotary, length, dtype, device)
-    return _copied_frequencies(device, rotary, dtype)
+    compiles = torch.compiler.is_compiling()
+    stored = device.type != "cpu" and not compiles
+    within = _copied_frequencies(device, rotary, dtype) if stored else inverse_frequencies(rotary, 1, dtype, device)
+    scaling = rotary.scaling
+    if length is None or not isinstance(scaling, DynamicScaling | LongRopeScaling):
+        return within
+    if isinstance(scaling, DynamicScaling):
+        exponents = torch.arange(0, rotary.dim, 2, dtype=torch.int64, device=device).to(dtype) / rotary.exponent
+        beyond = _dynamic(scaling, length, rotary.base, exponents, rotary.exponent)
+    elif compiles:
+        beyond = inverse_frequencies(rotary, scaling.original_context + 1, dtype, device)
+    else:
+        within = _copied_frequencies(device, rotary, dtype)
+        beyond = _long_frequencies(device, rotary, scaling.original_context + 1, dtype)
+    return torch.where(length > scaling.original_context, beyond, within)
 
 
 @lru_cache(maxsize=256)
@@ -120,6 +131,20 @@ def _copied_frequencies(device: torch.device, rotary: Rotary, dtype: torch.dtype
     # Not an inference tensor, even if the first pass generates: a later pass may need gradients.
     with torch.inference_mode(False), torch.no_grad():
         return inverse_frequencies(rotary, 1, dtype).to(device)
+
+
+@lru_cache(maxsize=256)
+def _long_frequencies(device: torch.device, rotary: Rotary, length: int, dtype: torch.dtype) -> Tensor:
+    """Return LongRoPE's frequencies for texts of `length` tokens, longer than its original context."""
+    with torch.inference_mode(False), torch.no_grad():
+        return inverse_frequencies(rotary, length, dtype, device)
+
+
+def _dynamic(scaling: DynamicScaling, tokens: Tensor, base: float, exponents: Tensor, divisor: float) -> Tensor:
+    """Return the frequencies of a text with `tokens` tokens, a tensor (), which are more than the original context."""
+    growth = (scaling.factor * tokens / scaling.original_context) - (scaling.factor - 1)
+    grown = base * growth.to(exponents.dtype) ** (divisor / (divisor - 2))
+    return torch.as_tensor(1.0 / (grown**exponents))
 
 
 def _llama3(scaling: Llama3Scaling, inv_freq: Tensor) -> Tensor:
@@ -213,7 +238,9 @@ def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
 
     def powers(base_heads: int, exponents: range) -> Tensor:
         base = torch.full((), 2 ** (-(2 ** -(math.log2(base_heads) - 3))), device=device, dtype=torch.float32)
-        return torch.pow(base, torch.tensor(exponents, device=device, dtype=torch.int32))
+        # Not torch.tensor, which copies from the host. A CUDA graph cannot record that.
+        steps = torch.arange(exponents.start, exponents.stop, exponents.step, device=device, dtype=torch.int32)
+        return torch.pow(base, steps)
 
     whole = 2 ** math.floor(math.log2(heads))
     slopes = powers(whole, range(1, 1 + whole))
@@ -252,10 +279,9 @@ class _BucketBias:
     """
 
     @staticmethod
-    def looked_up(spec: Buckets, table: Tensor, past: int, steps: int) -> Tensor:
-        """Return the bias (1, heads, T, S) of `steps` tokens after `past` others, as transformers' T5 computes it."""
-        keys = torch.arange(past + steps, device=table.device)
-        off = keys[None, :] - keys[past:, None]
+    def looked_up(spec: Buckets, table: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return the bias (1, heads, T, S) of queries and keys at the positions (T,) and (S,), as T5 computes it."""
+        off = keys[None, :] - queries[:, None]
         count, first = spec.buckets, torch.zeros_like(off)
         if spec.both:
             count //= 2

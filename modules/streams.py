@@ -70,7 +70,7 @@ class _AlternatingUpdatesModule(nn.Module):
     def _routed(self, x: Tensor) -> Tensor:
         """Return the router's output in (-1, 1) for every token and stream, (B, T, streams)."""
         normed: Tensor = self.norm(x)
-        routed: Tensor = self.router(normed * normed.new_tensor(1 / self.spec.hidden_size))
+        routed: Tensor = self.router(normed * normed.new_full((), 1 / self.spec.hidden_size))
         return torch.tanh(routed.to(torch.promote_types(routed.dtype, torch.float32))).to(x.dtype)
 
     def predicted(self, streams: Tensor) -> Tensor:

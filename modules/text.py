@@ -21,6 +21,7 @@ from .devices import Devices
 from .generate import Beams, Sampling, outside_vocabulary, warn
 from .generate import generate as generate_tokens
 from .load import load_checkpoint
+from .steps import Caching
 
 _WARNED = partial(warn, stacklevel=4)  # a warning that points to the code that asks for the next piece
 
@@ -43,6 +44,7 @@ def generate(
     device: Devices | None = None,
     stop_at_eos: bool = True,
     allow_extra: bool = False,
+    cache: Caching = "auto",
     tell: Callable[[str], None] = _WARNED,
     **opening: Unpack[Opening],
 ) -> Iterator[str]:
@@ -71,13 +73,16 @@ def generate(
         stop_at_eos: stop when the model generates its end-of-text token.
         offline, allow_pickle: see `Opening`.
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
+        cache: "static" or "dynamic" forces the kind of KV cache. By default it is static on a CUDA device, where gptkit
+            records the model's step as a CUDA graph. A model whose step cannot be recorded uses a dynamic one.
         tell: called with a sentence when the text reaches a limit of the model: the end of its position table, or of a
             rotary model's context. By default the sentence is a UserWarning.
 
     Raises:
         InvalidInput, Offline: as in `open_checkpoint`.
         UsageError: the prompt is a text and there is no tokenizer; the prompt is empty or too long; a sampling value is
-            out of range; `dtype` or `device` was given for a model in memory; the device is unknown.
+            out of range; `dtype` or `device` was given for a model in memory; the device is unknown; a static cache was
+            asked for with beams, or for a model whose cache has no fixed size.
     """
     if temperature is None:
         temperature = 0.0 if top_k is None and top_p is None else 1.0
@@ -114,7 +119,7 @@ def generate(
         decoder = load_checkpoint(checkpoint, dtype, attention, device=device)
         start = start_id(folder, checkpoint.origin.config, texts)
     start = None if decoder.encoder is None else start
-    chosen: Any = {"sampling": sampling, "beams": search, "stop": stop if stop_at_eos else ()}
+    chosen: Any = {"sampling": sampling, "beams": search, "stop": stop if stop_at_eos else (), "cache": cache}
     tokens = generate_tokens(decoder, ids, max_new_tokens, start=start, tell=tell, **chosen)
     return _pieces(tokens, tokenizer, ids if decoder.encoder is None else [] if start is None else [start])
 

@@ -30,7 +30,7 @@ def gpu():
 
 
 def bench(gpu, **given):
-    result = {"parity": [], "rows": [], "same_tokens": {}, "launched": {}, "whole_size": {}, "compile_seconds": {}}
+    result = {"parity": [], "rows": [], "same_tokens": {}, "launched": {}, "whole_size": {}}
     result |= {"errors": {}, "left_out": [], "seconds": {}}
     about = {"device": gpu.torch.device("cpu"), "small": True, "end": time.monotonic() + 600, "out": None, **given}
     return gpu.Bench(**about, result=result)
@@ -57,10 +57,13 @@ def test_a_small_run_measures_everything_that_is_not_compiled(tmp_path, gpu):
     )
 
 
-def test_transformers_static_cache_is_a_peer(gpu):
+def test_decoding_compares_both_caches_with_both_of_transformers(gpu):
     measured = bench(gpu, copied=1e9)
-    gpu.static(measured, "llama")
-    assert measured.result["rows"][0]["name"] == "llama decode, StaticCache"
+    gpu.decoding(measured, "llama")
+    names = [row["name"] for row in measured.result["rows"]]
+    assert names == [f"llama decode: {caches}" for caches in ("dynamic, dynamic", "static, dynamic", "static, static")]
+    assert set(measured.result["rows"][-1]["first_call_seconds"]) == {"gptkit", "peer"}
+    assert measured.result["same_tokens"]["llama"]["dynamic and peer"] == 1
 
 
 def test_parity_fails_where_weights_differ(gpu, monkeypatch):
