@@ -211,8 +211,8 @@ class StaticCache(Cache):
         if isinstance(part, LayerCache):
             return StaticLayerCache(*part.cached(), self.length, self.capacity, self.place)
         if isinstance(part, StaticLayerCache):
-            kept = [memory[:, :, : self.length] for memory in (part.keys, part.values)]
-            return StaticLayerCache(*kept, self.length, self.capacity, self.place)
+            keys, values = (memory[:, :, : self.length] for memory in (part.keys, part.values))
+            return StaticLayerCache(keys, values, self.length, self.capacity, self.place)
         part = copy.copy(part)
         for name, value in vars(part).items():
             if isinstance(value, Tensor):

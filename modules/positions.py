@@ -109,10 +109,9 @@ def _frequencies_on(device: torch.device, rotary: Rotary, length: Tensor | None,
     `length` is the number of tokens of the text, a tensor () on the device, for scalings that depend on it. The host
     does not read it: it would wait for the device, and a CUDA graph could not be recorded.
     """
-    compiles = torch.compiler.is_compiling()
-    stored = device.type != "cpu" and not compiles
+    scaling, compiles = rotary.scaling, torch.compiler.is_compiling()
+    stored = not compiles and (device.type != "cpu" or isinstance(scaling, LongRopeScaling))
     within = _copied_frequencies(device, rotary, dtype) if stored else inverse_frequencies(rotary, 1, dtype, device)
-    scaling = rotary.scaling
     if length is None or not isinstance(scaling, DynamicScaling | LongRopeScaling):
         return within
     if isinstance(scaling, DynamicScaling):
@@ -121,7 +120,6 @@ def _frequencies_on(device: torch.device, rotary: Rotary, length: Tensor | None,
     elif compiles:
         beyond = inverse_frequencies(rotary, scaling.original_context + 1, dtype, device)
     else:
-        within = _copied_frequencies(device, rotary, dtype)
         beyond = _long_frequencies(device, rotary, scaling.original_context + 1, dtype)
     return torch.where(length > scaling.original_context, beyond, within)
 

@@ -37,7 +37,7 @@ workspaces of libraries are allocated.
 """
 
 
-class HostFree(TorchDispatchMode):
+class HostFree(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that raises NotStatic where an operation makes the host wait for the device, or copies from the host.
 
     These are operations whose result is a number on the host or has a shape that depends on values, tensors made from
@@ -178,7 +178,7 @@ class StaticSteps:
             self._begin()
             return
         try:
-            with HostFree():
+            with HostFree():  # type: ignore[no-untyped-call]
                 self._aside(self._step)
             _RECORDABLE[self.model] = _addresses(self.model)
         except NotStatic:
@@ -231,7 +231,7 @@ class StaticSteps:
         if self.device.type != "cuda":
             self.pending = lambda: int(host)
             return
-        copied = torch.cuda.Event()
+        copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(self.device))
         self.pending = lambda: _after(copied, host)
 
@@ -284,8 +284,8 @@ def _addresses(model: Decoder) -> tuple[int, ...]:
 
 
 def _records(device: torch.device) -> bool:
-    """Return whether steps can be recorded on a device."""
-    return device.type == "cuda"
+    """Return whether steps can be recorded on a device. Autocast prevents it, since it frees its copies of weights."""
+    return device.type == "cuda" and not torch.is_autocast_enabled("cuda")
 
 
 def _after(copied: Any, host: Tensor) -> int:
@@ -297,4 +297,4 @@ def _after(copied: Any, host: Tensor) -> int:
 @lru_cache
 def _stream(device: torch.device) -> Any:
     """Return the stream on which steps are recorded. There is one per device, since each has workspaces of its own."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
