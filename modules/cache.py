@@ -189,7 +189,8 @@ class StaticCache(Cache):
 
     Raises:
         UsageError: the cache is empty, or has more tokens than `capacity`.
-        NotStatic: in the model's forward pass: a layer's cache changed its size, its dtype or a number on the host.
+        NotStatic: the cache is on several devices; or, in the model's forward pass, a layer's cache changed its size,
+            its dtype or a number on the host.
     """
 
     def __init__(self, cache: Cache, capacity: int) -> None:
@@ -199,8 +200,13 @@ class StaticCache(Cache):
                 "Run the model on a prompt with a Cache first, and choose a larger capacity.",
             )
         self.length, self.capacity, self.encoded = cache.length, capacity, cache.encoded
-        device = next(value for _, _, value in _values(cache.layers) if isinstance(value, Tensor)).device
-        self.place = _Writing(torch.full((1,), cache.length, device=device))
+        devices = {value.device for _, _, value in _values(cache.layers) if isinstance(value, Tensor)}
+        if len(devices) > 1:
+            raise NotStatic(
+                "a static cache cannot be used with a model that is divided over several devices",
+                "Use a Cache, or generate with cache='dynamic'.",
+            )
+        self.place = _Writing(torch.full((1,), cache.length, device=devices.pop()))
         self.layers = [{slot: self._copied(part) for slot, part in layer.items()} for layer in cache.layers]
         others = [part for layer in self.layers for part in layer.values() if not isinstance(part, StaticLayerCache)]
         self._fixed = list(_values(others))

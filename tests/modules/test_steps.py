@@ -338,6 +338,10 @@ def test_what_a_static_cache_cannot_do(llama: Decoder) -> None:
         StaticCache(Cache(llama.spec), 4)
     with pytest.raises(UsageError, match="3 tokens cannot be made of a cache with 4"):
         StaticCache(filled(llama), 3)
+    divided = filled(llama)
+    divided.layers[-1] = {slot: on_meta(part) for slot, part in divided.layers[-1].items()}
+    with pytest.raises(NotStatic, match="several devices"):
+        StaticCache(divided, 5)
     static = StaticCache(filled(llama), 5)
     with pytest.raises(UsageError, match="gradients"):
         llama(tokens(1), cache=static)
