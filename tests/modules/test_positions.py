@@ -173,30 +173,38 @@ class _Powers(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", SCALINGS)
-def test_a_device_has_the_frequencies_of_the_cpu(name, length):
+def test_a_device_has_the_frequencies_of_the_cpu(name):
     """As in transformers, which computes them where it builds the model, and again where a scaling replaces them."""
     rotary = rotary_of(SCALINGS[name])
     by_length = isinstance(rotary.scaling, DynamicScaling | LongRopeScaling)
-    length = length if by_length else 1
     positions._copied_frequencies.cache_clear()
-    with _Powers() as powers:
-        found = positions._frequencies_on(torch.device("meta"), rotary, length, torch.float32)
-    assert found.device.type == "meta"
-    assert powers.devices == {"meta" if by_length and length > rotary.scaling.original_context else "cpu"}
-    if not by_length:
+    positions._long_frequencies.cache_clear()
+    for both in ({"cpu", "meta"}, {"meta"} if isinstance(rotary.scaling, DynamicScaling) else set()):
         with _Powers() as powers:
             tables = rotary_tables(rotary, torch.arange(7, device="meta")[None], torch.float32)
-        assert tables.cos.device.type == "meta" and not powers.devices  # it was copied by then
+        assert tables.cos.device.type == "meta"
+        assert powers.devices == (both if by_length else both & {"cpu"})  # the second time, the copies are there
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", SCALINGS)
+def test_the_device_chooses_the_frequencies_of_a_length(name, length):
+    """The host does not read the length, which would wait for the device."""
+    rotary = rotary_of(SCALINGS[name])
+    chosen = positions._frequencies_on(torch.device("cpu"), rotary, torch.tensor(length), torch.float32)
+    assert torch.equal(chosen, inverse_frequencies(rotary, length, torch.float32))
 
 
 def test_frequencies_of_a_device_can_be_trained_through():
-    rotary = rotary_of(SCALINGS["default"])
-    positions._copied_frequencies.cache_clear()
-    with torch.inference_mode():
-        found = positions._frequencies_on(torch.device("meta"), rotary, 1, torch.float32)
-    assert not found.is_inference()
+    for name in SCALINGS:
+        rotary = rotary_of(SCALINGS[name])
+        positions._copied_frequencies.cache_clear()
+        positions._long_frequencies.cache_clear()
+        with torch.inference_mode():
+            rotary_tables(rotary, torch.arange(7, device="meta")[None], torch.float32)
+        stored = positions._copied_frequencies(torch.device("meta"), rotary, torch.float32)
+        assert not stored.is_inference()
 
 
 @pytest.mark.parametrize("name", SCALINGS)
