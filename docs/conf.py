@@ -26,7 +26,7 @@ nitpicky = True
 # Names of other packages, and gptkit's own names that a sentence describes, have no page here.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|np|pathlib|collections|typing|msgspec|fractions|argparse)\..*"),
-    ("py:.*", r"(Any|Callable|ClassVar|Iterable|Iterator|Literal|Mapping|Path|Sequence|optional|np\.ndarray)"),
+    ("py:.*", r"(Any|Callable|ClassVar|Device|Iterable|Iterator|Literal|Mapping|Path|Sequence|optional|np\.ndarray)"),
     ("py:.*", r"gptkit\.(?!errors\.|spec\.(ModelSpec|Parameter)$).*"),
 ]
 

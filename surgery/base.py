@@ -357,3 +357,33 @@ def by_head(heads: Index, within: Index, size: int) -> Index:
     """
     index = heads[:, None] * size + within[None, :]
     return np.where((heads[:, None] < 0) | (within[None, :] < 0), -1, index).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A comparison of the logits after a swap with the logits before it.
+
+    `maximum` and `relative` have a figure for every dtype in which both models were run. `kl` and `top1` come from the
+    widest dtype, and the figures on the text from fp32.
+    """
+
+    maximum: dict[str, float]  # the largest absolute difference of two logits, by dtype
+    relative: dict[str, float]  # this difference divided by the largest logit, by dtype
+    kl: float  # the mean KL divergence in nats per token
+    top1: float  # the share of positions with the same most likely token
+    positions: int  # the number of positions compared
+    perplexity: tuple[float, float] | None = None  # on the text, before and after
+    kl_text: float | None = None  # as `kl`, on the text
+    top1_text: float | None = None  # as `top1`, on the text
+    text_positions: int = 0  # the number of positions compared on the text
+    notes: tuple[str, ...] = ()  # test inputs that were not measured, and why
+
+    def as_json(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {
+            name: getattr(self, name) for name in ("maximum", "relative", "kl", "top1", "positions")
+        }
+        if self.perplexity is not None:
+            perplexity = dict(zip(("before", "after"), self.perplexity, strict=True))
+            rest = {"kl": self.kl_text, "top1": self.top1_text, "positions": self.text_positions}
+            figures["text"] = {"perplexity": perplexity, **rest}
+        return figures | ({"notes": list(self.notes)} if self.notes else {})

@@ -12,10 +12,10 @@ from ..converter.dtypes import HF_NAMES
 from ..errors import GptkitError, InvalidInput, SwapRefused
 from ..modules.devices import Device
 from ..parity.verify import require_finite_weights, verify
-from .base import Exactly, StoredModel
+from .base import Exactly, Measurement, StoredModel
 from .chain import Chain, chain
 from .fits.text import CalibrationText
-from .measure import Measurement, measure
+from .measure import measure
 
 EXACT_FP64, EXACT_FP32 = 1e-12, 1e-5  # the largest relative error of logits that "exact" allows
 _REPORT = "Please report this. With --as local, gptkit writes the model in its own format instead."

@@ -27,7 +27,7 @@ from ..converter.write import FolderPlan, execute
 from ..display import Shown
 from ..errors import UsageError
 from ..version import __version__
-from .base import Guarantee, Model, Moved, StoredModel
+from .base import Guarantee, Measurement, Model, Moved, StoredModel
 from .chain import Chain, chain, leaving
 from .fits.text import CalibrationText, read_text
 from .recipe import Recipe, plain, read_recipe
@@ -36,7 +36,6 @@ from .registry import Step, steps_of
 if TYPE_CHECKING:
     from ..modules.devices import Device
     from ..parity.damage import Damage
-    from .measure import Measurement
 
 
 @dataclass(frozen=True)

@@ -111,3 +111,20 @@ def test_the_wheel_in_a_fresh_environment(tmp_path: Path) -> None:
     assert "8,190,735,360" in counted.stdout
     listed = subprocess.run([*pip, "list"], capture_output=True, text=True, check=True).stdout.lower()
     assert "torch" not in listed and "transformers" not in listed
+
+
+@exhaustive
+@pytest.mark.parametrize(("script", "words"), [("count_on_the_hub.py", "gpt2"), ("audit_folders.py", "samples")])
+def test_one_file_scripts(script: str, words: str, path: Path) -> None:
+    """As `uv run` starts them: with the light package alone."""
+    blocked = (
+        "import sys, runpy\nfor name in ('torch', 'transformers', 'greenlet', 'gptkit'): sys.modules[name] = None\n"
+    )
+    code = f"{blocked}sys.argv[0] = sys.argv[1]; del sys.argv[1]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, str(ROOT / "examples" / script), words]
+    env = {**os.environ, "PYTHONPATH": str(path)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "124,439,808" in done.stdout or "samples/llama: right" in done.stdout
+    header = tomllib.loads("\n".join(line[2:] for line in (ROOT / "examples" / script).read_text().splitlines()[1:3]))
+    assert header["dependencies"] == ["hf-gptkit"]

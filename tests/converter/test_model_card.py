@@ -55,7 +55,8 @@ PLAIN = card("org/name", "main", {"swap": "norm", "norm": "rmsnorm", "guarantee"
 
 
 def test_what_a_card_says() -> None:
-    assert PLAIN.startswith("---\nbase_model: org/name\ntags:\n- gptkit\n---\n\n# org/name, changed and healed\n")
+    front = "library_name: transformers\nbase_model: org/name\nbase_model_relation: finetune\ntags:\n- gptkit\n"
+    assert PLAIN.startswith(f"---\n{front}---\n\n# org/name, changed and healed\n")
     assert "1. `norm = rmsnorm`: exact\n2. healed on 1,000 tokens; trained: all (50 parameters)" in PLAIN
     assert "Made of `org/name` at `main`" in PLAIN and "50.0 % of the KL divergence is gone" in PLAIN
     assert "| changed | 0.5000 |  | 2.0000 | 7.39 |" in PLAIN

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 import gptkit
 from gptkit.components import Attention
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.surgery.base import StoredModel
+from gptkit.surgery.base import Measurement, StoredModel
 from gptkit.surgery.fits import kv_fit, regression
 from gptkit.surgery.fits.calibration import Calibration
 from gptkit.surgery.fits.text import CalibrationText
-from gptkit.surgery.measure import Measurement
 from gptkit.surgery.registry import Step, apply
 from gptkit.surgery.swaps import kv_heads as module
 

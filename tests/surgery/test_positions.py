@@ -21,11 +21,11 @@ import gptkit
 from gptkit.components import ALiBi, LayerNorm, LearnedPositions, ModelSpec, RMSNorm, Rotary
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import GptkitError, SwapRefused, UsageError
-from gptkit.surgery.base import Exactly, Model, Read, StoredModel, SwappedModel
+from gptkit.surgery.base import Exactly, Measurement, Model, Read, StoredModel, SwappedModel
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits.calibration import Calibration
 from gptkit.surgery.fits.text import CalibrationText, read_text
-from gptkit.surgery.measure import Measurement, measure
+from gptkit.surgery.measure import measure
 from gptkit.surgery.registry import Step, apply, reshape
 from gptkit.surgery.swaps import positions as context_length
 from gptkit.surgery.swaps import positions as module
