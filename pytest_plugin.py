@@ -27,13 +27,13 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
     Its arguments are the family's name and `seed`. Calls with equal arguments in one session return the same folder.
     """
-    made: dict[tuple[str, int], Path] = {}
+    folders: dict[tuple[str, int], Path] = {}
 
     def make(family: str, seed: int = 0) -> Path:
         from .testing import tiny_checkpoint
 
-        if (family, seed) not in made:
-            made[family, seed] = tiny_checkpoint(family, tmp_path_factory.mktemp(family), seed)
-        return made[family, seed]
+        if (family, seed) not in folders:
+            folders[family, seed] = tiny_checkpoint(family, tmp_path_factory.mktemp(family), seed)
+        return folders[family, seed]
 
     return make

@@ -341,6 +341,9 @@ class Architecture:
     wrong_batches: tuple[Literal["padding", "steps"], ...] = ()
     """The kinds of batch for which transformers' class computes wrong logits. gptkit does not compare these batches.
     "padding": texts with padding before them, which the class reads as tokens. "steps": one new token per text."""
+    mended: tuple[tuple[str, str], ...] = ()
+    """The faults of transformers' class that later releases correct: (the first correct release, such as "5.23", what
+    the class does before it). gptkit computes the correct function, and `verify` names the fault."""
     bounded: bool = False
     """Whether transformers' class refuses texts that are longer than the context length, although the model could
     process them."""

@@ -98,6 +98,10 @@ def mamba2_sizes(config: ConfigReader, values: Mapping[str, Any], *, inner: int 
     return {**sizes, **own, **limits(config)}
 
 
+UNGROUPED = (("5.23", "norms all channels of a Mamba-2 layer together, although the config divides them into groups"),)
+"""The fault of the gated norm in earlier releases (`Architecture.mended`)."""
+
+
 def read_mamba2(config: ConfigReader, values: Mapping[str, Any]) -> Mamba2:
     """Return a Mamba-2 mixer from the config fields that begin with `mamba_`.
 

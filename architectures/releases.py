@@ -5,11 +5,12 @@ installed release, because gptkit computes the same bits as the installed transf
 """
 
 import re
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["TESTED", "installed", "since", "untested"]
+__all__ = ["TESTED", "faults", "installed", "since", "untested"]
 
 TESTED = ((5, 23), (5, 24))
 """The oldest and the newest release with which all families were compared."""
@@ -42,4 +43,13 @@ def untested() -> list[str]:
     return [
         f"gptkit was compared with transformers {oldest} to {newest}; {'.'.join(map(str, release))} is installed, and "
         "may round differently"
+    ]
+
+
+def faults(mended: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a note for every fault of transformers' class in the installed release; see `Architecture.mended`."""
+    return [
+        f"the class of the installed transformers {what}; release {release} corrects this"
+        for release, what in mended
+        if not since(release)
     ]

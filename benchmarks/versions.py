@@ -67,14 +67,15 @@ def pins() -> dict[str, str]:
 def wanted(name: str) -> dict[str, str]:
     """Return the versions of an environment: "floor", "pin", "newest", or a release of transformers, such as 5.20.0.
 
-    torch is always the pinned one, because other releases come with several gigabytes of CUDA libraries.
+    torch is always the pinned one, because other releases come with several gigabytes of CUDA libraries. With a release
+    of transformers, pip chooses the newest versions of the other packages that this release allows.
     """
     torch = {"torch": pins()["torch"]}
     if name == "floor":
         return floors() | torch
     if name == "pin":
         return pins()
-    return torch if name == "newest" else pins() | {"transformers": name}
+    return torch if name == "newest" else torch | {"transformers": name}
 
 
 def environment(name: str) -> Path:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..converter.targets import targets
-from ..errors import GptkitError, UsageError, shown
+from ..errors import GptkitError, UsageError
 from ..terminal import answer, console, progress_bar, say
 from . import base
 from .base import FORCE, JSON, MODEL, QUIET, ForWeights, argument, command, device_option, flag, option
@@ -241,21 +241,21 @@ def _check_card(card: Path, folder: Path, quiet: bool) -> None:
     """
     from ..converter.card_check import check_card
 
-    reference, found = check_card(card, folder)
+    reference, described = check_card(card, folder)
     words = {
         "identical": "the same logits as transformers, to the last bit",
         "equal": "the same logits as transformers, within rounding",
         "different": "other logits than transformers",
     }
-    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    versions = ", ".join(f"{name} {version}" for name, version in described.versions.items())
     lines = [
-        f"{folder}: every file is the one that {card} describes ({shown(reference, 100)})",
-        f"verified    {words[found.verdict.function]}, in {shown(found.dtype, 40)}",
-        f"versions    {shown(versions, 200)}",
-        f"repeat it   {shown(found.command, 400)}",
+        f"{folder}: every file is the one that {card} describes ({reference:.200})",
+        f"verified    {words[described.verdict.function]}, in {described.dtype:.40}",
+        f"versions    {versions:.200}",
+        f"repeat it   {described.command:.400}",
     ]
     say(lines, quiet)
-    if not found.verdict.passed:
+    if not described.verdict.passed:
         raise typer.Exit(3)
 
 

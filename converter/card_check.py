@@ -14,12 +14,12 @@ _MAX_BYTES = 2**24  # the largest card: one file of a checkpoint needs a hundred
 _Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
-class _Files(msgspec.Struct, frozen=True):
+class _CardFiles(msgspec.Struct, frozen=True):
     reference: str
     sha256: dict[str, _Sha256]
 
 
-class _Verdict(msgspec.Struct, frozen=True):
+class _CardVerdict(msgspec.Struct, frozen=True):
     function: Literal["identical", "equal", "different"]
     passed: bool
 
@@ -28,9 +28,9 @@ class Card(msgspec.Struct, frozen=True):
     """The part of a verification card that a check needs."""
 
     schema_version: Literal[1]
-    checkpoints: dict[Literal["model", "other"], _Files]
+    checkpoints: dict[Literal["model", "other"], _CardFiles]
     """The compared checkpoints: `model`, and in a comparison of two checkpoints also `other`."""
-    verdict: _Verdict
+    verdict: _CardVerdict
     versions: dict[str, str]
     dtype: str
     command: str

@@ -30,7 +30,7 @@ Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class FileChange:
+class RestatedFile:
     """A change that makes a file readable for more programs, and loses nothing."""
 
     name: str
@@ -146,9 +146,9 @@ def _rope(config: Fields, family: Architecture | None) -> Fields:
     if isinstance(new, dict) and by_type:
         kinds = family.rotaries if family is not None else {"full_attention": USUAL_ROTARY}
         types = [(new[name], kind) for name, kind in kinds.items() if isinstance(new.get(name), dict)]
-        each = [_rope_fields(rope, kind, config, family) for rope, kind in types]
-        scalings = [fields["rope_scaling"] for fields in each if "rope_scaling" in fields]
-        together = {name: value for fields in each for name, value in fields.items()}
+        restated = [_rope_fields(rope, kind, config, family) for rope, kind in types]
+        scalings = [fields["rope_scaling"] for fields in restated if "rope_scaling" in fields]
+        together = {name: value for fields in restated for name, value in fields.items()}
         if any(scaling != scalings[0] for scaling in scalings):
             del together["rope_scaling"]
         return together
@@ -209,49 +209,49 @@ def _inferred(rope_type: Any, rope: Fields, config: Fields, kind: RotaryKind) ->
 
 
 CONFIG_CHANGES = (
-    FileChange(
+    RestatedFile(
         "torch-dtype",
         _torch_dtype,
         "transformers before 4.56 ignores dtype, and loads the weights as float32",
         "transformers 4.55, configuration_utils.py, PretrainedConfig.__init__",
         "ignores",
     ),
-    FileChange(
+    RestatedFile(
         "infinity",
         _plain_numbers,
         'an infinite number is stored as {"__float__": "Infinity"}, which transformers 4 does not read as a number',
         "transformers 5.23, configuration_utils.py, _encode_special_floats",
         "refuses",
     ),
-    FileChange(
+    RestatedFile(
         "rope",
         _rope,
         "programs that do not read rope_parameters use the default base, and no scaling",
         "transformers 4.57.6, modeling_rope_utils.py; mlx-lm 0.32.2, models/llama.py",
         "misreads",
     ),
-    FileChange(
+    RestatedFile(
         "parts",
         _without_bookkeeping,
         "transformers 4 refuses unknown fields of attn_config and ffn_config",
         "transformers 4.57.6, models/dbrx/configuration_dbrx.py, DbrxAttentionConfig",
         "refuses",
     ),
-    FileChange(
+    RestatedFile(
         "layer-types",
         _names_in_lists,
         "transformers 4 refuses the names that version 5 has for types of layers",
         "transformers 4.57.6, models/granitemoehybrid/configuration_granitemoehybrid.py",
         "refuses",
     ),
-    FileChange(
+    RestatedFile(
         "names",
         _other_names,
         "transformers 4 does not know the names that some fields have in version 5",
         "transformers 4.57.6, models/qwen3_moe/configuration_qwen3_moe.py",
         "misreads",
     ),
-    FileChange(
+    RestatedFile(
         "defaults",
         _own_names,
         "programs refuse configs without fields that transformers 5 does not write, or use other defaults",
@@ -286,21 +286,21 @@ def _template(settings: Fields, files: Mapping[str, Any]) -> Fields:
 
 
 TOKENIZER_CHANGES = (
-    FileChange(
+    RestatedFile(
         "tokenizer-class",
         _class,
         "transformers 4 has no class of this name, and does not load the tokenizer",
         "transformers 4.57.6, models/auto/tokenization_auto.py, AutoTokenizer.from_pretrained",
         "refuses",
     ),
-    FileChange(
+    RestatedFile(
         "extra-tokens",
         _extra_tokens,
         "transformers 4 fails with: 'list' object has no attribute 'keys'",
         "transformers 4.57.6, tokenization_utils_base.py, _set_model_specific_special_tokens",
         "refuses",
     ),
-    FileChange(
+    RestatedFile(
         "chat-template",
         _template,
         f"transformers before 4.48 does not read {TEMPLATE}",
@@ -313,13 +313,13 @@ TOKENIZER_CHANGES = (
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def changed(settings: Fields, changes: Sequence[FileChange], about: Any) -> tuple[dict[str, Any], list[FileChange]]:
+def changed(settings: Fields, changes: Sequence[RestatedFile], about: Any) -> tuple[dict[str, Any], list[RestatedFile]]:
     """Return an object after all changes, and the changes that had an effect.
 
     Args:
-        settings: the object; see `FileChange.fields`.
+        settings: the object; see `RestatedFile.fields`.
         changes: `CONFIG_CHANGES` or `TOKENIZER_CHANGES`.
-        about: the second argument of `FileChange.fields`.
+        about: the second argument of `RestatedFile.fields`.
     """
     result, effective = dict(settings), []
     for change in changes:
@@ -334,7 +334,7 @@ def changed(settings: Fields, changes: Sequence[FileChange], about: Any) -> tupl
     return result, effective
 
 
-def compatible_config(config: Fields, family: Architecture | None) -> tuple[dict[str, Any], list[FileChange]]:
+def compatible_config(config: Fields, family: Architecture | None) -> tuple[dict[str, Any], list[RestatedFile]]:
     """Return a config.json with the fields of transformers 4 too, and the changes that were needed.
 
     Raises CannotExpress if the family's fields of transformers 4 cannot describe the model. `family` is None if gptkit
@@ -376,10 +376,10 @@ def compatible_files(
     if TOKENIZER_CONFIG not in files.keys() | texts.keys():
         return result, list(companions)
     text = texts[TOKENIZER_CONFIG] if TOKENIZER_CONFIG in texts else files[TOKENIZER_CONFIG].read_bytes()
-    beside: dict[str, Any] = dict.fromkeys(files) | dict(texts)
+    other_files: dict[str, Any] = dict.fromkeys(files) | dict(texts)
     if TEMPLATE in files:
-        beside[TEMPLATE] = files[TEMPLATE].read_bytes()
-    settings, effective = changed(json.loads(text), TOKENIZER_CHANGES, beside)
+        other_files[TEMPLATE] = files[TEMPLATE].read_bytes()
+    settings, effective = changed(json.loads(text), TOKENIZER_CHANGES, other_files)
     if effective:
         result[TOKENIZER_CONFIG] = json_bytes(settings)
         files.pop(TOKENIZER_CONFIG, None)

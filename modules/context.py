@@ -109,11 +109,11 @@ class Context:
         if device == self.position_ids.device:
             return self
         if device not in self._copies:
-            made = self._copies[device] = copy(self)
+            moved = self._copies[device] = copy(self)
             for name, value in vars(self).items():
                 if isinstance(value, Tensor):
-                    setattr(made, name, value.to(device))
-            made._tables, made._biases, made._allowed, made._additive = {}, {}, {}, {}
+                    setattr(moved, name, value.to(device))
+            moved._tables, moved._biases, moved._allowed, moved._additive = {}, {}, {}, {}
         self._copies[device].layer = self.layer
         return self._copies[device]
 

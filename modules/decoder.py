@@ -40,7 +40,7 @@ from . import cross_attention, feed_forward, layers, positions  # noqa: F401
 from .cache import Cache
 from .context import Context, Encoded, counted
 from .layers import ACTIVATIONS, LinearModule, capped
-from .placement import Placement
+from .placement import DevicePlacement
 from .positions import sinusoids
 from .registry import build_module
 from .streams import Multiplier
@@ -386,7 +386,7 @@ class Decoder(nn.Module):
         seen: dict[Component, Component] = {}
         self.spec = spec = spec.mapped(lambda node, _: seen.setdefault(node, node))
         self.source: Outline | None = None
-        self.placement: Placement | None = None
+        self.placement: DevicePlacement | None = None
         _build_front(self, spec)
         self.encoder = None if spec.encoder is None else Decoder(spec.encoder, attention)
         self.relative_bias = None if spec.relative_bias is None else _RelativeBiasModule(spec.relative_bias)

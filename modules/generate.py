@@ -128,7 +128,7 @@ def generate(
     beams: Beams | None = None,
     stop: Collection[int] = (),
     start: int | None = None,
-    cache: Caching = "auto",
+    cache: Caching = "dynamic",
     tell: Callable[[str], None] = warn,
 ) -> Iterator[int]:
     """Yield the token ids that continue a prompt. Every token is computed when it is asked for.
@@ -140,9 +140,9 @@ def generate(
 
     A model with an encoder reads the prompt as its source, once, and writes another text, which begins after `start`.
 
-    On a CUDA device, the model's step is recorded as a CUDA graph with a static cache, if the step allows it, and then
-    replayed. The step after a token begins before the token is yielded. The text can differ from that of the dynamic
-    cache where two tokens are equally likely up to rounding, because sums then have another order.
+    With `cache="auto"` on a CUDA device, the model's step is recorded as a CUDA graph with a static cache, if the step
+    allows it, and then replayed. The step after a token begins before the token is yielded. The text can differ from
+    that of the dynamic cache where two tokens are equally likely up to rounding, because sums then have another order.
 
     No global state changes: sampling has its own random generator, and inference mode is off between tokens.
 
@@ -154,9 +154,9 @@ def generate(
         beams: use beam search with these settings. The continuation is yielded when the search has ended.
         stop: the ids after which generation ends, such as the end-of-sequence token.
         start: the first id of the decoder of a model with an encoder (its decoder_start_token_id).
-        cache: "static" or "dynamic" forces the kind of cache. By default, it is static on a CUDA device for 8 tokens or
-            more, if the model has no hooks and its step neither waits for the device nor copies from the host. On a
-            CPU, a static cache works too, without a graph.
+        cache: the kind of cache. "auto" is static on a CUDA device for 8 tokens or more, if the model has no hooks and
+            its step neither waits for the device nor copies from the host. On a CPU, "static" works without a graph.
+            Graphs have not been tested on a GPU yet, so the default is "dynamic".
         tell: a function that gets a message when a limit of the model is reached. By default it is a UserWarning.
 
     Raises:

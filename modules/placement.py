@@ -24,7 +24,7 @@ _BACK = ("joined", "final_norm", "head", "pooler")
 
 
 @dataclass(frozen=True)
-class Placement:
+class DevicePlacement:
     """The device of every part of a model."""
 
     front: torch.device  # of everything before the layers, such as the embedding
@@ -40,7 +40,7 @@ class Placement:
         return self.back if owner in _BACK else self.front
 
 
-def placement(spec: ModelSpec, itemsize: int, devices: Sequence[torch.device]) -> Placement:
+def placement(spec: ModelSpec, itemsize: int, devices: Sequence[torch.device]) -> DevicePlacement:
     """Divide a model over devices. `itemsize` is the size of a weight in bytes.
 
     Raises:
@@ -50,7 +50,7 @@ def placement(spec: ModelSpec, itemsize: int, devices: Sequence[torch.device]) -
     layers = len(spec.blocks)
     if len(devices) == 1:
         total = sum(parameter.count for parameter in spec.parameters()) * itemsize
-        return Placement(devices[0], (devices[0],) * layers, devices[0], (total,))
+        return DevicePlacement(devices[0], (devices[0],) * layers, devices[0], (total,))
     one = "Name one device."
     if spec.encoder is not None:
         raise UsageError("a model with an encoder and a decoder cannot be divided over several devices", one)
@@ -72,7 +72,7 @@ def placement(spec: ModelSpec, itemsize: int, devices: Sequence[torch.device]) -
     loads = [sum(sizes[first:last]) for first, last in pairwise(starts)]
     loads[0] += ends[0]
     loads[-1] += ends[1]
-    return Placement(devices[0], blocks, devices[0] if spec.tied else devices[-1], tuple(loads))
+    return DevicePlacement(devices[0], blocks, devices[0] if spec.tied else devices[-1], tuple(loads))
 
 
 def _ranges(sizes: Sequence[int], ends: tuple[int, int], parts: int) -> list[int]:
@@ -119,7 +119,7 @@ def with_memory(module: _M, device: torch.device | str) -> _M:
     return allocated
 
 
-def allocate(model: nn.Module, places: Placement) -> None:
+def allocate(model: nn.Module, places: DevicePlacement) -> None:
     """Give every parameter of a model memory on its device. The values are not initialised."""
     for name, child in model.named_children():
         if name == "blocks":
@@ -129,7 +129,7 @@ def allocate(model: nn.Module, places: Placement) -> None:
             with_memory(child, places.of(name))
 
 
-def connect(model: Any, places: Placement) -> None:
+def connect(model: Any, places: DevicePlacement) -> None:
     """Make the forward pass of a model that is divided over devices move its tensors from device to device."""
 
     def arrive(_: nn.Module, inputs: Any, named: Any) -> Any:

@@ -44,7 +44,7 @@ def generate(
     device: Devices | None = None,
     stop_at_eos: bool = True,
     allow_extra: bool = False,
-    cache: Caching = "auto",
+    cache: Caching = "dynamic",
     tell: Callable[[str], None] = _WARNED,
     **opening: Unpack[Opening],
 ) -> Iterator[str]:
@@ -73,8 +73,8 @@ def generate(
         stop_at_eos: stop when the model generates its end-of-text token.
         offline, allow_pickle: see `Opening`.
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
-        cache: "static" or "dynamic" forces the kind of KV cache. By default it is static on a CUDA device, where gptkit
-            records the model's step as a CUDA graph. A model whose step cannot be recorded uses a dynamic one.
+        cache: the kind of KV cache. "auto" is static on a CUDA device, where gptkit records the model's step as a CUDA
+            graph, if the step can be recorded; see `modules.generate.generate`. The default is "dynamic".
         tell: called with a sentence when the text reaches a limit of the model: the end of its position table, or of a
             rotary model's context. By default the sentence is a UserWarning.
 

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ..architectures import Architecture
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.threads import as_before, suit
@@ -32,7 +33,7 @@ from .compare import LogitDifference, compare, largest_gap, mean_gap
 from .mutations import Weights
 from .outputs import computed_rightly, outputs_of
 from .passes import hooked
-from .port_causes import Differing, PortMistake, Tried, causes
+from .port_causes import Differing, PortMistake, TriedMistakes, causes
 from .probe import ProbeBatch, limits, longest, passed, probe
 from .score import MistakeScore, assigned, try_mistakes, wide_weights
 from .sides import StreamedModel, default_dtype, load_reference, quiet, reference_folder, stream_candidate
@@ -66,7 +67,7 @@ class PortVerification:
     notes: tuple[str, ...] = ()
     reference: str = "transformers"  # "gptkit's own modules" if transformers has no class for the model
     score: MistakeScore | None = None  # deliberate mistakes that these inputs detect; None if none were made
-    tried: Tried = field(default_factory=Tried)  # mistakes that were made to explain the difference
+    tried: TriedMistakes = field(default_factory=TriedMistakes)  # mistakes that were made to explain the difference
 
     @property
     def verdict(self) -> str:
@@ -232,20 +233,7 @@ def verify_port(
         port64 = copy.deepcopy(port).double()
         takes_mask = "attention_mask" in inspect.signature(port.forward).parameters
     supported = None if architecture is None else architecture.takes(spec)
-    probes = probe(spec, long=long, supported=supported)
-    sound = [batch for batch in probes if computed_rightly(architecture, batch)]
-    notes = [
-        f"not compared, because transformers' class computes it wrongly: the input {b.name}"
-        for b in probes
-        if b not in sound
-    ]
-    left_out = tuple(batch.name for batch in sound if not takes_mask and batch.attention_mask is not None)
-    notes += (
-        [f"not tested: {', '.join(left_out)}, because forward() of your module has no argument attention_mask"]
-        if left_out
-        else []
-    )
-    batches = [batch for batch in sound if batch.name not in left_out]
+    batches, left_out, notes = _inputs(probe(spec, long=long, supported=supported), architecture, takes_mask)
     with _references(source) as (narrow, wide):
         with quiet():
             reference = narrow.run(batches)
@@ -285,7 +273,7 @@ def verify_port(
                 notes.append(_NOTHING)
         elif differs:
             notes.append("not compared component by component, because no transformers class computes this model")
-    mistakes, tried = list[PortMistake](), Tried()
+    mistakes, tried = list[PortMistake](), TriedMistakes()
     if differs:
         del narrow, wide
         say("mistakes that explain it")
@@ -303,6 +291,27 @@ def verify_port(
     matched = () if place is None else place.matches
     details = (tuple(mistakes), left_out, tuple(notes), reference_name, score, tried)
     return PortVerification(str(model), against, compared, functions, allowed, rounding, matched, *details)
+
+
+def _inputs(
+    probes: Sequence[ProbeBatch], architecture: Architecture | None, takes_mask: bool
+) -> tuple[list[ProbeBatch], tuple[str, ...], list[str]]:
+    """Return the inputs for a port, the names of those that it does not get without a mask, and notes for the user.
+
+    Inputs that transformers' class computes wrongly are left out.
+    """
+    sound = [batch for batch in probes if computed_rightly(architecture, batch)]
+    notes = [
+        f"not compared, because transformers' class computes it wrongly: the input {b.name}"
+        for b in probes
+        if b not in sound
+    ]
+    left_out = tuple(batch.name for batch in sound if not takes_mask and batch.attention_mask is not None)
+    if left_out:
+        notes.append(
+            f"not tested: {', '.join(left_out)}, because forward() of your module has no argument attention_mask"
+        )
+    return [batch for batch in sound if batch.name not in left_out], left_out, notes
 
 
 @dataclass(frozen=True)

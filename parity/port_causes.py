@@ -44,7 +44,7 @@ class PortMistake:
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedMistakes:
     """The mistakes that gptkit made in the reference to explain a port."""
 
     mistakes: tuple[str, ...] = ()  # those that were made one at a time, in words
@@ -73,7 +73,7 @@ class Differing:
         return max(self.allowed, _REST * largest_gap(self.exact, self.port))
 
 
-def causes(port: Differing, notes: list[str]) -> tuple[list[PortMistake], Tried]:
+def causes(port: Differing, notes: list[str]) -> tuple[list[PortMistake], TriedMistakes]:
     """Return the mistake, or the two mistakes, with which the reference gives the logits of the user's port.
 
     If there is no such mistake, return those that explain the first component that differs. The second result is what
@@ -84,7 +84,7 @@ def causes(port: Differing, notes: list[str]) -> tuple[list[PortMistake], Tried]
     padding = port.ignores and _moved_by_masks(port)
     everything = _CauseJudge(port, range(len(bare)), masked=not padding)
     if padding and everything.explains((port.spec, dict(port.weights))):
-        return [PortMistake(PADDING, True, everything.difference(port.spec, port.weights))], Tried((PADDING,))
+        return [PortMistake(PADDING, True, everything.difference(port.spec, port.weights))], TriedMistakes((PADDING,))
     shown = any(is_bare and differs for is_bare, differs in zip(bare, differ, strict=True))
     # The shortest inputs that differ come first: they rule out most of the tried mistakes quickly.
     order = [index for index in range(len(bare)) if bare[index] or not shown]
@@ -98,19 +98,19 @@ def causes(port: Differing, notes: list[str]) -> tuple[list[PortMistake], Tried]
             continue
         tried.append(name)
         if judge.explains(mutant):
-            return [everything.record((name, *also), mutant)], Tried(tuple(tried))
+            return [everything.record((name, *also), mutant)], TriedMistakes(tuple(tried))
         if len(at_place) < _SHOWN and port.explained(*mutant):
             at_place.append((name, apply))
     if count(port.spec).total <= SMALL:
         for pairs, (names, mutant) in enumerate(_pairs(port, judge, at_place), 1):
             if judge.explains(mutant):
-                return [everything.record((*names, *also), mutant)], Tried(tuple(tried), pairs)
+                return [everything.record((*names, *also), mutant)], TriedMistakes(tuple(tried), pairs)
     else:
         notes.append(f"pairs of mistakes were not tried, because the model has more than {SMALL:,} parameters")
     mutants = [(PADDING, (port.spec, dict(port.weights)), SAME)] if padding else []
     mutants += [(name, mutant, PLACE) for name, mutant in _mutants(port, at_place)]
     parts = [PortMistake(name, False, everything.difference(*mutant), part=part) for name, mutant, part in mutants]
-    return sorted(parts, key=lambda mistake: (mistake.part == PLACE, mistake.left)), Tried(tuple(tried), pairs)
+    return sorted(parts, key=lambda mistake: (mistake.part == PLACE, mistake.left)), TriedMistakes(tuple(tried), pairs)
 
 
 _Mistake = tuple[str, Apply]

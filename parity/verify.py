@@ -32,7 +32,7 @@ from torch import Tensor
 from ..analysis.activations import Kernel
 from ..analysis.parameters import SMALL, count
 from ..architectures.obstacles import by_layers, short
-from ..architectures.releases import untested
+from ..architectures.releases import faults, untested
 from ..components import ModelSpec, differences, without_rounding
 from ..components.ranges import some_of
 from ..converter.checkpoint import Checkpoint, open_checkpoint
@@ -220,8 +220,7 @@ def verify(
             the architectures and the logits differ, for up to 50 million parameters.
         text: returns the token ids on which perplexity is measured, given the opened reference; None without a text.
         stream: run both models one layer at a time from their files.
-        device: the device on which both models compute: "cpu", "cuda" or "cuda:1"; by default ("auto") a GPU if there
-            is one. The rounding noise is measured on the same device. TF32 is off.
+        device: the device on which both models compute: "cpu", "cuda:1", or "auto" for a GPU if there is one.
         offline, allow_pickle: see `Opening`.
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
         progress: called with the name of each step.
@@ -233,11 +232,8 @@ def verify(
         GptkitError: the memory of the GPU is full.
         CannotExpress: no transformers class computes the reference.
     """
-    if damaged and other is None:
-        hint = "Write gptkit verify ORIGINAL CHANGED --damage"
-        raise UsageError("--damage compares two checkpoints, but only one was given", hint)
     say, place = progress or (lambda _: None), device_of(device, "verify")
-    source, target = _open_both(model, other, allow_extra=allow_extra, **opening)
+    source, target = _open_both(model, other, bool(damaged), allow_extra=allow_extra, **opening)
     path = _attention(source, attention)
     dtype_name = str(wanted := torch_dtype(dtype)).removeprefix("torch.")
     batches, notes = _batches(source, target, prompts, long, up_to)
@@ -256,9 +252,7 @@ def verify(
         batches, reference, candidate = run.logits(batches, reached)
         limited += reached.left_out((*bytes_verdict.different, *bytes_verdict.alone)) if not required else []
         _require_finite(candidate, f"gptkit's logits of {target.reference}", dtype_name)
-        compared = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
-        if not compared:
-            raise GptkitError("nothing was compared, because none of transformers' logits is finite")
+        compared = _comparisons(batches, reference, candidate)
         same = all(difference.identical for difference in compared)
         noise, position_gaps = (None, None) if same else run.noise(batches, reference, candidate)
         alike = required and bytes_verdict.hold and noise is not None and noise.explains
@@ -266,13 +260,10 @@ def verify(
         divergence = run.divergence(batches, noise, position_gaps, bisected)
     with reported_memory(source.reference):
         cost = run.damage(noise, damaged, text)
-        if mutations is not False:
-            say("making mistakes on purpose")
-        score = None if mutations is False else try_mistakes(source, batches, bool(mutations), stream, notes, up_to)
+        score = None if mutations is False else run.mistakes(batches, bool(mutations), stream, up_to)
     pickled = opening.get("allow_pickle")
     flags = {"long": long, "stream": stream, "allow-pickle": pickled, "allow-extra": allow_extra, "damage": damaged}
-    options = _options(dtype_name, path, prompts, up_to, mutations, flags)
-    options += [] if place.type == "cpu" else ["--device", str(place)]
+    options = _options(dtype_name, path, prompts, up_to, mutations, place, flags)
     return Verification(
         model=str(model),
         other=None if other is None else str(other),
@@ -294,8 +285,28 @@ def verify(
     )
 
 
-def _open_both(model: str | Path, other: str | Path | None, **options: bool) -> tuple[Checkpoint, Checkpoint]:
-    """Open the reference and the candidate; raise InvalidInput if their vocabularies differ in size."""
+def _comparisons(
+    batches: Sequence[ProbeBatch], reference: Sequence[Tensor], candidate: Sequence[Tensor]
+) -> tuple[LogitDifference, ...]:
+    """Compare the logits of both models on every batch. Raise GptkitError if there is none."""
+    compared = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
+    if not compared:
+        raise GptkitError("nothing was compared, because none of transformers' logits is finite")
+    return compared
+
+
+def _open_both(
+    model: str | Path, other: str | Path | None, damaged: bool, **options: bool
+) -> tuple[Checkpoint, Checkpoint]:
+    """Open the reference and the candidate.
+
+    Raises:
+        InvalidInput: their vocabularies differ in size.
+        UsageError: the damage of a change is asked for (`damaged`), but there is only one checkpoint.
+    """
+    if damaged and other is None:
+        hint = "Write gptkit verify ORIGINAL CHANGED --damage"
+        raise UsageError("--damage compares two checkpoints, but only one was given", hint)
     source = open_checkpoint(model, **options)
     target = source if other is None else open_checkpoint(other, **options)
     suit(source.spec)
@@ -314,6 +325,7 @@ def _options(
     prompts: Sequence[str],
     up_to: int | None,
     mutations: bool | None,
+    device: torch.device,
     flags: Mapping[str, bool | None],
 ) -> list[str]:
     """Return the command-line options that repeat a comparison.
@@ -324,13 +336,15 @@ def _options(
         prompts: the values of --prompt.
         up_to: the value of --up-to.
         mutations: --mutations or --no-mutations; None for neither.
+        device: the value of --device, which is left out for the CPU.
         flags: further options without values, by name. They are included if they are true.
     """
     options = ["--dtype", dtype, "--attention", path]
     options += [f"--prompt={prompt}" for prompt in prompts]  # one word, because a prompt may begin with dashes
     options += [] if up_to is None else ["--up-to", str(up_to)]
     options += [] if mutations is None else ["--mutations"] if mutations else ["--no-mutations"]
-    return options + [f"--{name}" for name, value in flags.items() if value]
+    options += [f"--{name}" for name, value in flags.items() if value]
+    return options + ([] if device.type == "cpu" else ["--device", str(device)])
 
 
 @dataclass(frozen=True)
@@ -387,6 +401,11 @@ class _VerifyRun:
         if noise is not None and different:  # a repaired model rounds as the reference does
             allowed = max(noise.allowed, 2 * max(noise.reference, noise.paths or 0.0))
         return diagnose(self.both, batches, self.path, allowed, self.notes, gaps=gaps, asked=bool(bisected))
+
+    def mistakes(self, batches: list[ProbeBatch], asked: bool, stream: bool, up_to: int | None) -> MistakeScore | None:
+        """Make deliberate mistakes, and count those that the batches detect; see `try_mistakes`."""
+        self.say("making mistakes on purpose")
+        return try_mistakes(self.both.source, batches, asked, stream, self.notes, up_to)
 
     def imprecise(self, batches: list[ProbeBatch]) -> Imprecise | None:
         """Return a component that gptkit computes less precisely than transformers, in a dtype narrower than fp32."""
@@ -507,7 +526,8 @@ def _batches(
             f"--up-to {up_to}: {'the models do not' if len(specs) > 1 else 'the model does not'} support this length",
             f"Give a number of tokens from 1 to {table:,}." if table else "Give a number of tokens of at least 1.",
         )
-    length_limit, notes = min((size for size in (table, up_to) if size is not None), default=None), untested()
+    length_limit = min((size for size in (table, up_to) if size is not None), default=None)
+    notes = [*untested(), *faults(() if source.architecture is None else source.architecture.mended)]
     tokenizer = load_tokenizer(source.folder, source.texts)
     if tokenizer is None and prompts:
         raise UsageError(f"{source.reference} has no tokenizer, which --prompt needs", "Leave --prompt out.")

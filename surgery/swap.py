@@ -170,8 +170,7 @@ def swap(
         to: The output format. The default "local" is gptkit's own format. For Hugging Face files, use "hf" (the family
             of the original), "hf:FAMILY", or "auto" (any family that can express the model, the original's first).
             gptkit also verifies Hugging Face files against transformers.
-        config: "transformers4" for Hugging Face files that programs for transformers 4 read too; see
-            `converter.compatibility`.
+        config: "transformers4" for files that programs for transformers 4 read too; see `converter.compatibility`.
         calibrate: A text file. Calibrated swaps are fitted on it, and its last part measures the result. For
             checkpoints that come from a sample, the default is the bundled play.
         calibrate_tokens: The number of tokens to fit on. By default, gptkit tries 2,048, 8,192 and so on up to 32,768
@@ -179,15 +178,14 @@ def swap(
         recipe: A recipe file, the name of a bundled recipe, or a folder that gptkit swap wrote; see `surgery.recipe`.
             Other requested swaps run after it. A heal step is run by `training.healed`, which gptkit.swap calls.
         dtype: The dtype of computed tensors. Tensors that only move keep their dtype, except in Hugging Face files,
-            which have one dtype. The default is float64 for an exact swap into gptkit's own format, so that exactness
-            can be measured from the files. Otherwise, and for merged adapters, it is the checkpoint's dtype. If this
-            dtype rounds values, gptkit checks exactness before rounding, and measures the rounding from the files.
+            which have one dtype. The default is float64 for an exact swap into gptkit's own format. Otherwise, and for
+            merged adapters, it is the checkpoint's dtype. If this dtype rounds values, gptkit checks exactness before
+            rounding, and measures the rounding from the files.
         resume: Continue the interrupted training (healing) of a recipe. Repeat the same call with this argument.
         force: Replace an existing checkpoint folder, in one step.
         dry_run: Describe the result. Nothing is computed or written.
         measured: Compare logits before and after, in fp32 and fp64, from the written files.
-        each_step: Also measure how much every step alone changes the logits. The default is True for several steps on a
-            model of up to 50 million parameters.
+        each_step: Also measure the effect of every step alone. The default is True for several steps on a small model.
         device: The device on which swaps are fitted on a text, and logits are compared: "cpu", "cuda" or "cuda:1". The
             default "auto" is a GPU if there is one. A dry run uses the CPU. TF32 is off.
         offline: Use only local files and the cache of the hub.
@@ -196,26 +194,23 @@ def swap(
         progress: A function that is called with the number of bytes of every tensor written.
 
     Raises:
-        SwapRefused: A precondition does not hold. Nothing was written.
+        SwapRefused: A precondition does not hold. As after the other errors, nothing was written.
         CannotExpress: No requested family can express the model. The message says why, and names swaps that would help.
-        GptkitError: An exact swap changed the logits by more than rounding, or transformers computes different logits.
-            Nothing was written.
+        GptkitError: An exact swap changed the logits by more than rounding, or transformers computes others.
         InvalidInput, Offline, UsageError: As for `convert`, and for weights or logits that are not finite.
     """
     if resume:  # `training.healed` handles it for recipes that heal
         hint = "Leave --resume out: an interrupted swap continues without it."
         raise UsageError("--resume needs a recipe that ends with heal", hint)
     given = None if recipe is None else read_recipe(recipe)
-    if config is not None:
-        to = with_config(_format(to or (None if given is None else given.to)), config)
-    request = _requested(given, steps, asked, blocks, approximate, calibrate, calibrate_tokens, dtype, to)
+    request = _requested(given, steps, asked, blocks, approximate, calibrate, calibrate_tokens, dtype, to, config)
     if not dry_run:
         Staging(Path(out), force).check()  # an output that cannot be written is refused before any work
     opening: Opening = {"offline": offline, "allow_pickle": allow_pickle}
     source = open_checkpoint(model, allow_extra=allow_extra, **opening)
     suit(source.spec)
-    if not dry_run and Path(out).resolve() in (source.path.resolve(), source.folder.resolve()):
-        raise UsageError(f"the output folder {out} is the model itself, which would be lost", "Name another folder.")
+    if not dry_run:
+        _require_other_folder(Path(out), source)
     text = cache(partial(request.text, source))
     with _computing_on(device, dry_run) as place:
         done, recorded, family = _carried_out(request, source, text, dry_run, place, opening)
@@ -229,8 +224,7 @@ def swap(
             with Staging(Path(out), force) as staging:
                 files = execute(plan, _tensors(done.models[-1]), staging, progress)
                 if measured:
-                    sampled = (source.origin.reference or "").startswith("sample:")
-                    measured_on = text() if request.calibrate is not None or sampled else None
+                    measured_on = text() if request.calibrate is not None or _is_sample(source) else None
                     figures = _measure(source, done, stored, staging.path, measured_on, family, each_step, place)
                 staging.commit(_manifest(source, family, recorded, records, figures, place), files=files)
     totals = (count(source.spec).total, count(done.spec).total)
@@ -254,6 +248,17 @@ def _computing_on(device: Device, dry_run: bool = False) -> Iterator[Device]:
         yield device_of(device, "swap")
 
 
+def _is_sample(source: Checkpoint) -> bool:
+    """Return whether a checkpoint comes from a sample, for which gptkit has a text."""
+    return (source.origin.reference or "").startswith("sample:")
+
+
+def _require_other_folder(out: Path, source: Checkpoint) -> None:
+    """Raise UsageError if the output folder is that of the model."""
+    if out.resolve() in (source.path.resolve(), source.folder.resolve()):
+        raise UsageError(f"the output folder {out} is the model itself, which would be lost", "Name another folder.")
+
+
 def _requested(
     recipe: Recipe | None,
     steps: Sequence[Step],
@@ -264,6 +269,7 @@ def _requested(
     calibrate_tokens: int | None,
     dtype: str | None,
     to: str | None,
+    config: str | None,
 ) -> _Request:
     """Combine the arguments of a call of `swap` with its recipe.
 
@@ -275,6 +281,7 @@ def _requested(
         calibrate = recipe.text() if calibrate is None else calibrate
     if calibrate is not None and not Path(calibrate).is_file():
         raise UsageError(f"there is no text file {calibrate}", "Give --calibrate a file with some pages of plain text.")
+    to = to if config is None else with_config(_format(to), config)
     form = target(_format(to), FOLDERS)
     known = None if recipe is None else recipe.calibration.get("tokens")
     first = [] if recipe is None else [replace(s, tokens=s.tokens or calibrate_tokens or known) for s in recipe.steps]
@@ -462,7 +469,7 @@ def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | Non
     """
     recipe, source = result.recipe, result.source
     file = calibrate or (None if recipe is None else recipe.text())
-    if file is None and not (source.origin.reference or "").startswith("sample:"):
+    if file is None and not _is_sample(source):
         return None
     tokens_of_recipe = None if recipe is None else recipe.calibration.get("tokens")
     return read_text(source, file, tokens or tokens_of_recipe).held_out

@@ -8,7 +8,7 @@ from ..base import leaves_of
 from ..decoder import DecoderFamily
 from ..fields import ATTENTION_BIAS, MLP_BIAS, constant, llama_fields
 from ..places import by_indices
-from ..recurrences import LINEAR, MAMBA2, mamba2_leaves, without_attention
+from ..recurrences import LINEAR, MAMBA2, UNGROUPED, mamba2_leaves, without_attention
 from ..rope import PART, RotaryKind
 from ..usual import ATTENTION, EMBEDDING, B, T
 
@@ -37,6 +37,7 @@ _BAMBA = _DECODER.architecture(
         *mamba2_leaves(T + "mamba."),
         *leaves_of({**ATTENTION, **ENDS}),
     ),
+    mended=UNGROUPED,
     released="2024-12",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     stated={"attn_layer_indices": [9, 18, 27]},

@@ -11,7 +11,7 @@ from ..base import by_name, leaves_of
 from ..decoder import DecoderFamily, Mixtures
 from ..fields import Field, choice, none_or_more
 from ..places import ALL_LAYERS, by_layer_types, others
-from ..recurrences import LINEAR, MAMBA2, mamba2_leaves, without_attention
+from ..recurrences import LINEAR, MAMBA2, UNGROUPED, mamba2_leaves, without_attention
 from ..usual import B, T
 from .granitemoe import FIELDS, FIXED, LEAVES, SHARED_MLP, STACKED
 
@@ -44,6 +44,7 @@ _GRANITEMOEHYBRID = _DECODER.architecture(
     ),
     former_values={"layer_types": {"linear_attention": "mamba", "full_attention": "attention"}},
     stacked=STACKED,
+    mended=UNGROUPED,
     released="2025-05",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     stated={"layer_types": ["linear_attention", "full_attention"] * 16},

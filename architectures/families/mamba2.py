@@ -11,7 +11,7 @@ from ..config import ConfigReader
 from ..draws import ODD, VOCAB, Config, Random, divisor, sometimes
 from ..fields import Field, draw_fields, of_part, read_fields, size, times_hidden, with_defaults, write_tree
 from ..obstacles import of_kind
-from ..recurrences import ALONE, alone, draw_limits, limits, mamba2_leaves, write_limits
+from ..recurrences import ALONE, UNGROUPED, alone, draw_limits, limits, mamba2_leaves, write_limits
 from ..usual import B
 
 _FIELDS = {
@@ -87,5 +87,6 @@ _MAMBA2 = Architecture(
     aliases=(("backbone.embedding.weight", "backbone.embeddings.weight"),),
     token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
     irrelevant=_STARTS,
+    mended=UNGROUPED,
     **only_eager("transformers' class has no attention, and therefore only one path"),
 )

@@ -86,7 +86,7 @@ _REPAIR = "gptkit audit NEW --for transformers4 --fix OUT adds the fields, and l
 
 
 def tokenizer_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a folder's tokenizer_config.json, or an empty object, and the second argument of `FileChange.fields`."""
+    """Return a folder's tokenizer_config.json, or an empty object, and the second argument of `RestatedFile.fields`."""
     import json
 
     files = {companion.name: companion for companion in companions_in(folder)}

@@ -4,7 +4,7 @@ from importlib.metadata import version
 
 import pytest
 
-from gptkit.architectures import releases
+from gptkit.architectures import ARCHITECTURES, releases
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +32,17 @@ def test_a_release_that_was_not_compared_is_noted(release: tuple[int, int], monk
     monkeypatch.setattr(releases, "installed", lambda: release)
     (note,) = releases.untested()
     assert f"{release[0]}.{release[1]} is installed" in note
+
+
+@pytest.mark.parametrize(("release", "faulty"), [((5, 22), True), ((5, 23), False), (None, False)])
+def test_a_fault_of_an_earlier_release_is_named(
+    release: tuple[int, int] | None, faulty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(releases, "installed", lambda: release)
+    found = releases.faults(ARCHITECTURES["mamba2"].mended)
+    assert len(found) == faulty
+    assert all("release 5.23 corrects this" in note for note in found)
+    assert not releases.faults(ARCHITECTURES["llama"].mended)
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

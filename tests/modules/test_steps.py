@@ -279,7 +279,7 @@ def test_a_step_that_needs_the_host_is_not_recorded(way: str, monkeypatch: pytes
 def test_hooks_run_for_every_token(way: str) -> None:
     model, calls = model_of("llama"), []
     model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
-    generate_ids(model, PROMPT, 12)
+    generate_ids(model, PROMPT, 12, cache="auto")
     assert len(calls) == 12, way
 
 
@@ -292,14 +292,15 @@ def test_a_graph_that_cannot_be_recorded_is_reported(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Refusing)
     monkeypatch.setattr(StaticSteps, "_aside", lambda _, work: work())
     monkeypatch.setattr(stepping, "_records", lambda _: True)
-    assert generate_ids(model, PROMPT, 20, tell=told.append) == generate_ids(model, PROMPT, 20, cache="dynamic")
+    text = generate_ids(model, PROMPT, 20, cache="auto", tell=told.append)
+    assert text == generate_ids(model, PROMPT, 20, cache="dynamic")
     reason = "the decoding step could not be recorded as a CUDA graph, so it is slower: operation not permitted"
     assert told == [reason]
 
 
 def test_a_cpu_uses_the_growing_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stepping, "StaticSteps", None)
-    assert len(generate_ids(model_of("llama"), PROMPT, 20)) == 20
+    assert len(generate_ids(model_of("llama"), PROMPT, 20, cache="auto")) == 20
 
 
 def test_experts_stay_where_today_s_path_reads_them() -> None:
@@ -418,7 +419,7 @@ def test_recorded_steps_give_the_ids_of_the_growing_cache(name: str, monkeypatch
     model, told = model_of(name).to("cuda"), list[str]()
     for count in (60, 60, 9):  # the second time nothing is new
         dynamic = generate_ids(model, PROMPT, count, cache="dynamic", tell=told.append)
-        static = generate_ids(model, PROMPT, count, tell=told.append)
+        static = generate_ids(model, PROMPT, count, cache="auto", tell=told.append)
         assert len(static) == count
         _same_until_a_tie(model, dynamic, static)
     sampling = Sampling(3.0, top_k=60, top_p=0.95, seed=7)

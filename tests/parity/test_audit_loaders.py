@@ -33,8 +33,8 @@ class Model:
 """
 
 
-def told(result: Any) -> list[tuple[str, str]]:
-    return [(each.rule, each.message) for each in result.findings if each.rule.startswith("loader-")]
+def loader_findings(result: Any) -> list[tuple[str, str]]:
+    return [(finding.rule, finding.message) for finding in result.findings if finding.rule.startswith("loader-")]
 
 
 def written(config: Mapping[str, Any], folder: Path) -> Path:
@@ -55,7 +55,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_what_transformers_4_would_do_is_told_and_repaired(saved: Path, tmp_path: Path) -> None:
-    rules = {(rule, message.split(" (")[0]) for rule, message in told(audit(saved, loader="transformers4"))}
+    rules = {(rule, message.split(" (")[0]) for rule, message in loader_findings(audit(saved, loader="transformers4"))}
     assert {
         (
             "loader-misreads",
@@ -70,7 +70,7 @@ def test_what_transformers_4_would_do_is_told_and_repaired(saved: Path, tmp_path
     assert call("audit", saved, "--for", "transformers4").exit_code == 3
     done = call("audit", saved, "--for", "transformers4", "--fix", tmp_path / "fixed")
     assert done.exit_code == 0, done.output
-    assert told(audit(tmp_path / "fixed", loader="transformers4")) == []
+    assert loader_findings(audit(tmp_path / "fixed", loader="transformers4")) == []
     config = json.loads((tmp_path / "fixed" / "config.json").read_text())
     assert (config["rope_theta"], config["rope_scaling"]["type"], config["torch_dtype"]) == (5e5, "llama3", "float32")
     ids = torch.arange(3, 83).reshape(1, 80)
@@ -83,11 +83,11 @@ def test_what_transformers_4_would_do_is_told_and_repaired(saved: Path, tmp_path
 def test_a_family_that_is_not_known_is_repaired_too(saved: Path, tmp_path: Path) -> None:
     config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps({**config, "model_type": "novel"}))
-    assert any(rule == "loader-misreads" for rule, _ in told(audit(saved, loader="transformers4")))
+    assert any(rule == "loader-misreads" for rule, _ in loader_findings(audit(saved, loader="transformers4")))
     fix(saved, tmp_path / "fixed", loader="transformers4")
     written = json.loads((tmp_path / "fixed" / "config.json").read_text())
     assert (written["rope_theta"], written["rope_scaling"]["factor"], written["torch_dtype"]) == (5e5, 8.0, "float32")
-    assert told(audit(tmp_path / "fixed", loader="transformers4")) == []
+    assert loader_findings(audit(tmp_path / "fixed", loader="transformers4")) == []
 
 
 MISREAD: dict[str, tuple[str, Mapping[str, Any], str, str]] = {
@@ -119,19 +119,19 @@ MISREAD: dict[str, tuple[str, Mapping[str, Any], str, str]] = {
 @pytest.mark.parametrize("case", MISREAD)
 def test_what_a_program_does_with_a_family_is_told(case: str, tmp_path: Path) -> None:
     loader, config, rule, words = MISREAD[case]
-    found = told(audit(written(config, tmp_path / "model"), loader=loader))
-    assert any(each == rule and words in message for each, message in found), found
+    found = loader_findings(audit(written(config, tmp_path / "model"), loader=loader))
+    assert any(finding == rule and words in message for finding, message in found), found
 
 
 def test_usual_values_are_no_error(tmp_path: Path) -> None:
-    found = told(audit(written(CONFIGS["llama-2"], tmp_path / "model"), loader="transformers4"))
+    found = loader_findings(audit(written(CONFIGS["llama-2"], tmp_path / "model"), loader="transformers4"))
     assert {rule for rule, _ in found} == {"loader-ignores"}, found
 
 
 def test_types_that_contradict_are_refused_by_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptkit.parity.audit.RULES", [rule for rule in _rules() if rule.__name__ != "ask_program"])
     folder = written(CONFIGS["phi3-long"], tmp_path / "model")
-    assert any("type and rope_type differ" in message for _, message in told(audit(folder, loader="vllm")))
+    assert any("type and rope_type differ" in message for _, message in loader_findings(audit(folder, loader="vllm")))
 
 
 def _rules() -> Any:
@@ -161,32 +161,33 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("sources")
 def test_what_mlx_needs_is_read_from_its_source(tmp_path: Path) -> None:
     folder = written(CONFIGS["llama-3"], tmp_path / "model")
-    found = dict(told(audit(folder, loader="mlx")))
+    found = dict(loader_findings(audit(folder, loader="mlx")))
     assert "qk_norm (mlx-lm, models/llama.py)" in found["loader-refuses"]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "qk_norm": True}))
-    found = dict(told(audit(folder, loader="mlx")))
+    found = dict(loader_findings(audit(folder, loader="mlx")))
     assert "loader-refuses" not in found
     assert "uses its default of rope_theta" in found["loader-misreads"]
     assert call("audit", folder, "--for", "mlx", "--fix", tmp_path / "fixed").exit_code == 0
-    assert [rule for rule, _ in told(audit(tmp_path / "fixed", loader="mlx"))] == ["loader-unread"]
+    assert [rule for rule, _ in loader_findings(audit(tmp_path / "fixed", loader="mlx"))] == ["loader-unread"]
     window = written(CONFIGS["mistral"], tmp_path / "window")
-    assert any("no attention windows" in message for _, message in told(audit(window, loader="mlx")))
+    assert any("no attention windows" in message for _, message in loader_findings(audit(window, loader="mlx")))
     other = written(CONFIGS["gpt_neo"], tmp_path / "other")
-    assert told(audit(other, loader="mlx")) == [("loader-refuses", "mlx-lm has no class for the model type 'gpt_neo'")]
+    message = "mlx-lm has no class for the model type 'gpt_neo'"
+    assert loader_findings(audit(other, loader="mlx")) == [("loader-refuses", message)]
 
 
 @pytest.mark.usefixtures("sources")
 def test_which_classes_sglang_has_is_read_from_its_source(tmp_path: Path) -> None:
-    assert told(audit(written(CONFIGS["llama"], tmp_path / "own"), loader="sglang")) == []
+    assert loader_findings(audit(written(CONFIGS["llama"], tmp_path / "own"), loader="sglang")) == []
     folder = written(CONFIGS["gpt2"], tmp_path / "other")
-    assert told(audit(folder, loader="sglang")) == [
+    assert loader_findings(audit(folder, loader="sglang")) == [
         ("loader-architecture", "SGLang has no class of its own for 'GPT2LMHeadModel', and runs transformers' class")
     ]
     config = json.loads((folder / "config.json").read_text())
     del config["architectures"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert [rule for rule, _ in told(audit(folder, loader="sglang"))] == ["loader-refuses"]
+    assert [rule for rule, _ in loader_findings(audit(folder, loader="sglang"))] == ["loader-refuses"]
 
 
 @pytest.mark.parametrize("loader", ["mlx", "sglang"])
