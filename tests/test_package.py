@@ -21,6 +21,12 @@ def test_names_are_sorted_and_documented() -> None:
         assert getattr(gptkit, name).__doc__
 
 
+@pytest.mark.parametrize("name", sorted(set(gptkit.__all__) - {"__version__", "swap"}))
+def test_a_misspelt_keyword_is_reported_by_the_called_function(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"\b{name}\(\) got an unexpected keyword argument 'ofline'"):
+        getattr(gptkit, name)(ofline=True)
+
+
 def test_errors_are_there_without_another_import() -> None:
     code = (
         "import gptkit\ntry: gptkit.params('no such model')\nexcept gptkit.errors.GptkitError as e: assert e.exit_code"
