@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import few
+from helpers.covering import few, rest_slow
 from helpers.families import REPRESENTATIVES, spec_of
 from helpers.pretend import NAME, pretended
 
@@ -89,7 +89,7 @@ def test_two_parts_compute_what_one_does(sample: str) -> None:
 
 
 @few(6)
-@pytest.mark.parametrize("family", REPRESENTATIVES)
+@pytest.mark.parametrize("family", rest_slow(REPRESENTATIVES))
 def test_tensors_move_at_the_border(family: str) -> None:
     """With two devices between which no operation works. A tensor that stayed behind would be an error."""
     spec = spec_of(REPRESENTATIVES[family].config)
