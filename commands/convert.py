@@ -262,11 +262,11 @@ def _check_card(card: Path, folder: Path, quiet: bool) -> None:
 @command("gptkit check gpt2-local", "gptkit check ./any-checkpoint", "gptkit check card.json ./downloaded")
 def check(
     folder: Path = argument(
-        "FOLDER", "The folder of the checkpoint to check, such as ./gpt2-local. Before another FOLDER: a card."
+        "FOLDER", "The folder of the checkpoint to check, such as ./gpt2-local, or a verification card."
     ),
     described: Path | None = argument(
         "FOLDER",
-        "After a card, which is the JSON file that gptkit verify --card wrote: the folder to compare with it.",
+        "The folder to compare with a card. A card is the JSON file that gptkit verify --card writes.",
         default=None,
     ),
     quiet: bool = QUIET,

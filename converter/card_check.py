@@ -65,9 +65,11 @@ def check_card(card: Path, folder: Path) -> tuple[str, Card]:
 
     Raises:
         CheckpointError: a file is missing or has other content, for both checkpoints of the card.
-        InvalidInput: as `read_card`.
+        InvalidInput: as `read_card`; also if there is no such folder.
     """
     read = read_card(card)
+    if not folder.is_dir():
+        raise InvalidInput(f"no such folder: {folder}", "Give the folder of a checkpoint.")
     wrong: dict[str, list[str]] = {}
     for files in read.checkpoints.values():
         names = sorted(files.sha256)

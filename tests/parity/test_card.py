@@ -146,3 +146,8 @@ def test_what_is_no_card_is_refused(change: Any, described: tuple[Path, Path], t
 def test_a_missing_card_is_one_line(tmp_path: Path) -> None:
     done = call("check", str(tmp_path / "card.json"), str(tmp_path))
     assert done.exit_code == 4 and "cannot read" in done.stderr
+
+
+def test_a_missing_folder_is_named(described: tuple[Path, Path], tmp_path: Path) -> None:
+    done = call("check", str(described[1]), str(tmp_path / "nowhere"))
+    assert done.exit_code == 4 and "no such folder" in done.stderr
